@@ -1,0 +1,390 @@
+"""The model on disk: `config.json`, what it means, and where bundles are found.
+
+A bundle is a folder that can be pushed to the Hugging Face Hub as it is. This module reads and checks its
+configuration with the standard library alone, so that every part of the toolkit can depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import MissingExtra, UsageError, UserError
+
+SCHEMA_VERSION = 1
+DEFAULT = "cifar10"
+MODELS = Path(__file__).parent / "models"
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+STEM, STEP, ATTENTION = "stem.onnx", "step.onnx", "attention.onnx"
+METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .onnx carries its config
+
+SOLVERS = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}  # name -> evaluations of psi a step
+SPLITTINGS = ("parallel", "lie", "strang")
+ATTENTIONS = ("dot", "l2")
+
+
+def _choice(value: str, known: typing.Iterable[str], what: str) -> None:
+    if value not in known:
+        raise UsageError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of the model; `width`, `heads` and `patch_size` are those of the teacher it follows."""
+
+    image_size: int = 32
+    patch_size: int = 4
+    width: int = 192
+    heads: int = 3
+    mlp_ratio: float = 4.0
+    classes: int = 10
+    registers: int = 0
+    attention: str = "dot"
+    convolution: int = 0  # kernel of the depthwise convolution on the patch grid inside F; 0 leaves it out
+    channels: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "patch_size", "width", "heads", "classes", "channels"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.width % self.heads:
+            raise UsageError(f"width {self.width} is not divisible by {self.heads} heads")
+        if self.image_size % self.patch_size:
+            raise UsageError(f"image size {self.image_size} is not divisible by patch size {self.patch_size}")
+        if self.hidden < 1:
+            raise UsageError(f"mlp_ratio {self.mlp_ratio} of width {self.width} leaves no hidden unit")
+        if self.registers < 0:
+            raise UsageError(f"registers must be 0 or more, not {self.registers}")
+        if self.convolution and self.convolution % 2 == 0 or self.convolution < 0:
+            raise UsageError(f"convolution must be 0 or an odd kernel size, not {self.convolution}")
+        _choice(self.attention, ATTENTIONS, "attention")
+
+    @property
+    def grid(self) -> int:
+        return self.image_size // self.patch_size
+
+    @property
+    def patches(self) -> int:
+        return self.grid**2
+
+    @property
+    def tokens(self) -> int:
+        return 1 + self.patches + self.registers
+
+    @property
+    def hidden(self) -> int:
+        return int(self.width * self.mlp_ratio)
+
+    def parameters(self) -> dict[str, int]:
+        """Parameters of psi (with registers) and of the parts that a teacher lends and that stay frozen."""
+        projections = 3 if self.attention == "l2" else 4  # L2 attention ties query and key
+        psi = projections * self.width**2 + 2 * self.width * self.hidden + 4 * self.width
+        psi += self.hidden * self.convolution**2 + self.registers * self.width
+        patch = self.channels * self.patch_size**2 * self.width + self.width
+        return {
+            "psi": psi,
+            "frozen": patch + (2 + self.patches) * self.width + (self.width + 1) * self.classes,
+        }
+
+    def macs(self) -> dict[str, int]:
+        """Multiply-adds of one image: the stem, one evaluation of attention G and of the MLP F, the head."""
+        tokens, width = self.tokens, self.width
+        projections = 3 if self.attention == "l2" else 4
+        return {
+            "stem": self.patches * self.channels * self.patch_size**2 * width,
+            "attention": projections * tokens * width**2 + 2 * tokens**2 * width,
+            "mlp": 2 * tokens * width * self.hidden + self.patches * self.hidden * self.convolution**2,
+            "head": width * self.classes,
+        }
+
+
+@dataclass(frozen=True)
+class Integration:
+    """How the trajectory is computed. Time is counted in teacher layers; `steps` counts steps, not points."""
+
+    horizon: float = 12.0
+    steps: int = 12
+    solver: str = "euler"
+    splitting: str = "parallel"
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UsageError(f"steps must be at least 1, not {self.steps}")
+        if not (self.horizon > 0 and math.isfinite(self.horizon)):
+            raise UsageError(f"horizon must be a positive number, not {self.horizon}")
+        _choice(self.solver, SOLVERS, "solver")
+        _choice(self.splitting, SPLITTINGS, "splitting")
+
+    @property
+    def step_size(self) -> float:
+        return self.horizon / self.steps
+
+    def macs_per_step(self, architecture: Architecture) -> int:
+        macs, evaluations = architecture.macs(), SOLVERS[self.solver]
+        attention = 2 if self.splitting == "strang" else 1
+        return evaluations * (attention * macs["attention"] + macs["mlp"]) + macs["head"]
+
+    def macs(self, architecture: Architecture, steps: float | None = None) -> float:
+        steps = self.steps if steps is None else steps
+        return architecture.macs()["stem"] + steps * self.macs_per_step(architecture)
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Evaluation transform in timm's words."""
+
+    input_size: tuple[int, int, int] = (3, 32, 32)
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    interpolation: str = "bicubic"
+    crop_pct: float = 1.0
+    crop_mode: str = "center"
+
+    def __post_init__(self) -> None:
+        _choice(self.interpolation, ("nearest", "bilinear", "bicubic", "lanczos"), "interpolation")
+        _choice(self.crop_mode, ("center", "squash", "border"), "crop_mode")
+        if len(self.mean) != self.input_size[0] or len(self.std) != self.input_size[0]:
+            raise UsageError(
+                f"mean and std have {len(self.mean)} and {len(self.std)} values for {self.input_size[0]} channels"
+            )
+        if not 0 < self.crop_pct <= 1:
+            raise UsageError(f"crop_pct must be above 0 and at most 1, not {self.crop_pct}")
+        if min(self.std) <= 0:
+            raise UsageError(f"std must be positive, not {min(self.std)}")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the guarantee rests on: P(adaptive differs from full depth) <= epsilon with confidence 1 - delta."""
+
+    epsilon: float
+    delta: float
+    images: int
+    data_sha256: str
+    target: str = "agreement"  # or "accuracy"
+    observed: float = 0.0  # fraction of calibration images that differ at the chosen threshold
+    bound: float = 1.0  # its upper confidence bound
+    mean_steps: float = 0.0
+    steps: int = 0  # the guarantee holds for this number of steps ...
+    horizon: float = 0.0  # ... over this horizon
+
+
+@dataclass(frozen=True)
+class ExitPolicy:
+    """The rule an image exits by, and what calibration measured for it."""
+
+    rule: str = "contraction"
+    threshold: float = 1.0  # kappa for `contraction`
+    lyapunov: float | None = None  # stop past lyapunov / exponent; None: no limit
+    travel: tuple[float, ...] = ()  # remaining CLS travel at step 0, 1, ..., N (N: zero)
+    cls_speed: tuple[float, ...] = ()  # mean CLS speed of the steps 1, ..., N, to scale travel by
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The ViT a student follows: enough to compare costs and to give credit."""
+
+    name: str
+    layers: int = 12
+    width: int = 192
+    heads: int = 3
+    mlp_ratio: float = 4.0
+    accuracy: float | None = None
+    license: str = ""
+    note: str = ""
+
+    def parameters(self, student: Architecture) -> int:
+        hidden = int(self.width * self.mlp_ratio)
+        block = 4 * self.width**2 + 2 * self.width * hidden + 9 * self.width + hidden
+        patch = student.channels * student.patch_size**2 * self.width + self.width
+        embedding = patch + (2 + student.patches) * self.width
+        return self.layers * block + embedding + 2 * self.width + (self.width + 1) * student.classes
+
+    def macs(self, student: Architecture) -> int:
+        tokens, hidden = 1 + student.patches, int(self.width * self.mlp_ratio)
+        block = 4 * tokens * self.width**2 + 2 * tokens**2 * self.width + 2 * tokens * self.width * hidden
+        stem = student.patches * student.channels * student.patch_size**2 * self.width
+        return stem + self.layers * block + self.width * student.classes
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything about a model but its weights."""
+
+    architecture: Architecture = field(default_factory=Architecture)
+    integration: Integration = field(default_factory=Integration)
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    labels: tuple[str, ...] = ()
+    exit: ExitPolicy = field(default_factory=ExitPolicy)
+    teacher: Teacher | None = None
+    name: str = "ode-vit"
+    license: str = "apache-2.0"
+    metrics: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        if self.labels and len(self.labels) != self.architecture.classes:
+            raise UsageError(f"labels: {len(self.labels)} names for a head of {self.architecture.classes} classes")
+        size, image = self.preprocessing.input_size, self.architecture.image_size
+        if tuple(size) != (self.architecture.channels, image, image):
+            raise UsageError(f"preprocessing.input_size {list(size)} does not match architecture.image_size {image}")
+        if self.exit.travel and len(self.exit.travel) < 2:
+            raise UsageError("exit.travel needs a number for each step and one for the start")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, source: str = CONFIG) -> Config:
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{source} is not valid JSON ({error})") from None
+        if not isinstance(data, dict):
+            raise UserError(f"{source} does not hold a JSON object")
+        version = data.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise UserError(f"{source}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}")
+        try:
+            config: Config = build(cls, data)
+        except UserError as error:
+            raise UserError(f"{source}: {error}") from None
+        return config
+
+    def replace(self, **changes: Any) -> Config:
+        return dataclasses.replace(self, **changes)
+
+
+def build(kind: Any, value: Any, where: str = "") -> Any:
+    """Make `kind` (a dataclass, tuple, union or plain type) of JSON data; errors name the field."""
+    name = where or "the top level"
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise UsageError(f"{name} must be an object, not {value!r}")
+        hints = typing.get_type_hints(kind)
+        unknown = sorted(set(value) - set(hints))
+        if unknown:
+            raise UsageError(f"{name} has an unknown field {unknown[0]!r}")
+        missing = [
+            f.name
+            for f in dataclasses.fields(kind)
+            if f.name not in value
+            and f.default is dataclasses.MISSING
+            and f.default_factory is dataclasses.MISSING
+        ]
+        if missing:
+            raise UsageError(f"{where + '.' if where else ''}{missing[0]} is missing")
+        prefix = f"{where}." if where else ""
+        parts = {key: build(hints[key], item, prefix + key) for key, item in value.items()}
+        return kind(**parts)  # type: ignore[operator]
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return build(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise UsageError(f"{name} must be a list, not {value!r}")
+        if arguments[-1] is Ellipsis:
+            return tuple(build(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+        if len(arguments) != len(value):
+            raise UsageError(f"{name} must have {len(arguments)} values, not {len(value)}")
+        return tuple(build(a, item, f"{name}[{i}]") for i, (a, item) in enumerate(zip(arguments, value)))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise UsageError(f"{name} must be an object, not {value!r}")
+        return dict(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise UsageError(f"{name} must be of type {kind.__name__}, not {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise UsageError(f"{name} must be finite, not {value!r}")
+    return value
+
+
+def bundled() -> list[str]:
+    """Names of the models that ship inside the package."""
+    return sorted(p.parent.name for p in MODELS.glob(f"*/{CONFIG}"))
+
+
+def find(source: str | os.PathLike[str] | None = None) -> Path:
+    """The folder or .onnx file that `source` names: a bundled model, a local path, or a Hub repository."""
+    text = DEFAULT if source is None else os.fspath(source)
+    if text in bundled():
+        return MODELS / text
+    path = Path(text)
+    if path.exists():
+        if path.is_dir() and not (path / CONFIG).is_file():
+            raise UserError(f"{path} is no bundle: it has no {CONFIG}")
+        if path.is_file() and path.suffix != ".onnx":
+            raise UserError(f"{path} is neither a bundle folder nor an .onnx file")
+        return path
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".onnx":
+        return _download(text)
+    raise UserError(f"no model {text!r}: bundled are {', '.join(bundled())}; else give a folder, an .onnx file or a Hub name")
+
+
+def _download(repository: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise MissingExtra("hub") from None
+    try:
+        return Path(snapshot_download(repository))
+    except Exception as error:  # the hub's failures have no common base class
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"no local model {repository!r}, and the Hub did not give it: {reason}") from None
+
+
+def read_config(folder: Path) -> Config:
+    """The checked configuration of a bundle folder."""
+    path = folder / CONFIG
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{folder} is no bundle: it has no {CONFIG}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text") from None
+    return Config.from_json(text, str(path))
+
+
+def write_config(folder: Path, config: Config) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic(folder / CONFIG) as path:
+        path.write_text(config.to_json(), encoding="utf-8")
+
+
+@contextmanager
+def atomic(target: Path) -> Iterator[Path]:
+    """A scratch path beside `target` that replaces it when the block ends well, and vanishes when it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    os.close(handle)
+    os.chmod(name, 0o666 & ~_umask())
+    scratch = Path(name)
+    try:
+        yield scratch
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

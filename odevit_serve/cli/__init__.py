@@ -1,0 +1,85 @@
+"""The command line. Each command lives in its own module here and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import typer
+
+from ..errors import MissingExtra, UserError
+
+app = typer.Typer(
+    name="odevit-serve",
+    help="Vision Transformers as ODEs: train, export and serve them so that every image gets just the depth it needs.",
+    epilog="Add --debug to any command to see a traceback when it fails.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+EXTRAS = {  # extra -> the modules that show whether it is installed
+    "train": ("torch", "torchvision", "timm", "transformers", "accelerate", "safetensors", "matplotlib"),
+    "export": ("torch", "onnx", "onnxscript", "safetensors"),
+    "demo": ("gradio", "matplotlib"),
+    "ray": ("ray",),
+    "tensorrt": ("tensorrt",),
+    "tensorrt-rtx": ("tensorrt_rtx",),
+    "plot": ("matplotlib",),
+}
+
+
+def require(extra: str) -> None:
+    """End the command with the pip line to run, if a package of `extra` is missing."""
+    if any(importlib.util.find_spec(module) is None for module in EXTRAS[extra]):
+        raise MissingExtra(extra)
+
+
+def say(text: str) -> None:
+    """A line for the person at the terminal; stdout is kept for results."""
+    typer.echo(text, err=True)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from .. import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    debug = "--debug" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--debug"]
+    try:
+        app()
+    except UserError as error:
+        if debug:
+            raise
+        say(str(error))
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        say("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.exit(0)
+    except Exception as error:
+        if debug:
+            raise
+        say(f"unexpected {type(error).__name__}: {error} (run again with --debug to see where)")
+        sys.exit(1)
+
+
+from . import info  # noqa: E402  (commands register themselves on `app`)
+
+__all__ = ["app", "info", "main", "require", "say"]
