@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from odevit_serve.train.model import ODEViT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # real weights and images, where a developer has them
@@ -16,3 +22,70 @@ def real_data() -> Path:
     if not DATA.is_dir():
         pytest.skip("needs the real teacher and data sets, which are not part of the repository")
     return DATA
+
+
+def tiny_model(
+    solver: str = "euler",
+    splitting: str = "parallel",
+    attention: str = "dot",
+    convolution: int = 3,
+    steps: int = 8,
+    seed: int = 0,
+    calibrated: bool = True,
+    classes: int = 5,
+) -> ODEViT:
+    """A random model whose answers change along the way, so that images exit at different depths."""
+    import torch
+
+    from odevit_serve.bundle import Architecture, Config, ExitPolicy, Integration, Preprocessing
+    from odevit_serve.train.model import ODEViT
+
+    torch.manual_seed(seed)
+    config = Config(
+        Architecture(16, 4, 24, 3, 2.0, classes, registers=2, attention=attention, convolution=convolution),
+        Integration(4.0, steps, solver, splitting),
+        Preprocessing((3, 16, 16)),
+        labels=("ant", "bee", "cat", "dog", "eel", "fox")[:classes],
+        name="random",
+        license="cc0-1.0",
+    )
+    model = ODEViT(config).eval()
+    with torch.no_grad():
+        model.head.weight.normal_()
+        for norm in (model.psi.attention.norm, model.psi.mlp.norm):  # so that folding has something to fold
+            norm.weight.add_(torch.randn_like(norm.weight) * 0.2)
+            norm.bias.normal_(std=0.1)
+        images = torch.randn(64, 3, 16, 16)
+        points = list(model.trajectory(model.stem(images)))
+        states = torch.stack([model.stem(images)[:, 0], *(p.state[:, 0] for p in points)])
+        travel = (states[-1] - states).norm(dim=-1).mean(1)
+        speed = torch.stack([p.velocity[:, 0].norm(dim=-1).mean() for p in points])
+    if calibrated:
+        policy = ExitPolicy(threshold=0.12, travel=tuple(travel.tolist()), cls_speed=tuple(speed.tolist()))
+        model.config = config.replace(exit=policy)
+    return model
+
+
+def tiny_folder(folder: Path, **settings: object) -> Path:
+    """A bundle of `tiny_model(**settings)` with its graphs."""
+    from odevit_serve.export import parts
+
+    tiny_model(**settings).save_pretrained(folder)  # type: ignore[arg-type]
+    parts(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_bundles(solver="ab2", splitting="lie")`: bundles of other settings, each made once."""
+
+    @functools.cache
+    def make(**settings: object) -> Path:
+        return tiny_folder(tmp_path_factory.mktemp("tiny"), **settings)
+
+    return make
