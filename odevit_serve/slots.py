@@ -1,0 +1,293 @@
+"""Images at different depths in one batch: preallocated rows, advanced together, compacted as they finish.
+
+`Slots` is synchronous and has no thread: `admit` puts images into free rows, `step` advances every active row by one
+step of its own size and hands back those that have ended. Rows that have ended are never computed again: the last
+active rows are moved into their place, so the batch of every call is exactly the active images.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import dynamics
+from .dynamics import Floats
+from .errors import UsageError
+from .exits import Depth, ExitReason, Measured, Readings, decide
+from .session import Graphs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One image's request: any key to know it by, how deep it goes, and what to keep of its way."""
+
+    key: Any
+    depth: Depth
+    deadline: float = math.inf  # on the clock of the slots, time.monotonic unless told otherwise
+    trace: bool = False  # keep the numbers of every step
+    keep: str = ""  # "last": keep the final state; "all": the state at every step, the start included
+
+
+@dataclass(frozen=True)
+class Step:
+    """The numbers of one step of one image."""
+
+    step: int
+    time: float
+    speed: float
+    cls_speed: float
+    exponent: float
+    travel: float
+    margin: float
+    score: float
+    logits: Floats  # [C]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an image ended."""
+
+    job: Job
+    steps: int
+    reason: ExitReason
+    logits: Floats  # [C]
+    margin: float
+    exponent: float  # NaN after a single step
+    seconds: float  # since it was admitted
+    trace: tuple[Step, ...] = ()
+    states: tuple[Floats, ...] = ()  # [S*,D] each
+
+
+class Slots:
+    """Up to `capacity` images on their way. One thread at a time may use it."""
+
+    def __init__(self, graphs: Graphs, capacity: int = 32, clock: Callable[[], float] = time.monotonic):
+        if capacity < 1:
+            raise UsageError(f"capacity must be at least 1, not {capacity}")
+        self.graphs, self.capacity, self.clock = graphs, capacity, clock
+        self.measured = Measured.of(graphs.config)
+        self.active = 0
+        self.seconds = {"stem": 0.0, "step": 0.0}  # spent inside the graphs
+        classes = graphs.config.architecture.classes
+        self._pixel_shape = tuple(graphs.config.preprocessing.input_size)
+        # Two of everything that a step both reads and writes: a step goes from one side to the other.
+        self._states = [np.empty((capacity, *graphs.state_shape), np.float32) for _ in range(2)]
+        self._logits = [np.empty((capacity, classes), np.float32) for _ in range(2)]
+        self._cls_speeds = [np.empty(capacity, np.float32) for _ in range(2)]
+        self._side = 0
+        self._margin, self._speed, self._first = (np.empty(capacity, np.float32) for _ in range(3))
+        self._step_size = np.empty(capacity, np.float32)
+        self._sizes = np.empty(capacity)  # the same in double: time is a product of it
+        self._step, self._steps, self._max, self._top, self._unchanged, self._settled = (
+            np.zeros(capacity, np.int64) for _ in range(6)
+        )
+        self._threshold, self._lyapunov, self._deadline, self._since = (np.empty(capacity) for _ in range(4))
+        self._rows = [
+            *self._states, *self._logits, *self._cls_speeds, self._margin, self._speed, self._first,
+            self._step_size, self._sizes, self._step, self._steps, self._max, self._top, self._unchanged,
+            self._settled, self._threshold, self._lyapunov, self._deadline, self._since,
+        ]  # fmt: skip
+        self._jobs: list[Job] = []
+        self._traces: list[list[Step]] = []
+        self._kept: list[list[Floats]] = []
+        self._bindings: dict[tuple[int, int], Any] = {}  # (rows, side) -> the step bound to those rows
+        self._watched = 0  # jobs that keep something of every step
+        self._timed = 0  # jobs with a deadline
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.active
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return tuple(self._jobs)
+
+    def admit(self, pixels: np.ndarray, jobs: Sequence[Job]) -> None:
+        """Put images [k,3,H,W] into free rows and run the stem on them."""
+        count = len(jobs)
+        if count > self.free:
+            raise UsageError(f"{count} images for {self.free} free slots")
+        if pixels.shape != (count, *self._pixel_shape):
+            raise UsageError(f"pixels of shape {list(pixels.shape)}, not {[count, *self._pixel_shape]}")
+        if not count:
+            return
+        pixels = np.ascontiguousarray(pixels, np.float32)
+        start, end = self.active, self.active + count
+        began = self.clock()
+        self._run_stem(pixels, self._states[self._side][start:end])
+        self.seconds["stem"] += self.clock() - began
+        for row, job in enumerate(jobs, start):
+            depth = job.depth
+            self._step_size[row] = self._sizes[row] = depth.step_size
+            self._steps[row], self._max[row] = depth.steps, depth.max_steps
+            self._threshold[row], self._lyapunov[row] = depth.threshold, depth.lyapunov
+            self._settled[row], self._deadline[row] = depth.rule.reason, job.deadline
+            self._watched += bool(job.trace or job.keep == "all")
+            self._timed += job.deadline < math.inf
+            self._traces.append([])
+            self._kept.append([self._states[self._side][row].copy()] if job.keep == "all" else [])
+        self._step[start:end] = 0
+        self._unchanged[start:end] = 0
+        self._top[start:end] = -1
+        self._since[start:end] = began
+        self._jobs.extend(jobs)
+        self.active = end
+
+    def step(self) -> list[Outcome]:
+        """Advance every active image by one step, and hand back those that end with it."""
+        rows = self.active
+        if not rows:
+            return []
+        began = self.clock()
+        self._run_step(rows)
+        now = self.clock()
+        self.seconds["step"] += now - began
+        readings = self._read(rows)
+        score = self._score(readings)
+        late = now >= self._deadline[:rows] if self._timed else _nobody(rows)
+        code = decide(
+            readings, score, self._threshold[:rows], self._lyapunov[:rows], late, self._max[:rows], self._settled[:rows]
+        )
+        if self._watched:
+            self._watch(readings, score)
+        ended = np.flatnonzero(code >= 0)
+        if not len(ended):
+            return []
+        outcomes = [self._outcome(row, ExitReason(int(code[row])), readings, now) for row in ended.tolist()]
+        self._compact(ended)
+        return outcomes
+
+    def cancel(self, key: Any) -> bool:
+        """Free the row of the image known by `key`; False when it is not here."""
+        for row, job in enumerate(self._jobs):
+            if job.key == key:
+                self._compact(np.array([row]))
+                return True
+        return False
+
+    def clear(self) -> tuple[Job, ...]:
+        """Free every row, for example after a step that raised; gives back the jobs that were in them."""
+        jobs = self.jobs
+        if jobs:
+            self._compact(np.arange(self.active))
+        return jobs
+
+    def _run_stem(self, pixels: np.ndarray, target: np.ndarray) -> None:
+        binding = self.graphs.stem.io_binding()
+        _bind(binding.bind_input, "pixel_values", pixels)
+        _bind(binding.bind_output, "state", target)
+        self.graphs.stem.run_with_iobinding(binding)
+
+    def _run_step(self, rows: int) -> None:
+        side, other = self._side, 1 - self._side
+        binding = self._bindings.get((rows, side))
+        if binding is None:
+            binding = self.graphs.step.io_binding()
+            _bind(binding.bind_input, "state", self._states[side][:rows])
+            _bind(binding.bind_input, "step_size", self._step_size[:rows])
+            outputs = {
+                "next_state": self._states[other], "logits": self._logits[other], "margin": self._margin,
+                "speed": self._speed, "cls_speed": self._cls_speeds[other],
+            }  # fmt: skip
+            for name, array in outputs.items():
+                _bind(binding.bind_output, name, array[:rows])
+            self._bindings[rows, side] = binding
+        self.graphs.step.run_with_iobinding(binding)
+        self._side = other
+
+    def _read(self, rows: int) -> Readings:
+        here, before = self._side, 1 - self._side
+        step, logits = self._step[:rows], self._logits[here][:rows]
+        step += 1
+        first = step == 1
+        if first.any():
+            np.copyto(self._first[:rows], self._speed[:rows], where=first)
+        top, unchanged = logits.argmax(1), self._unchanged[:rows]
+        unchanged += 1
+        unchanged[top != self._top[:rows]] = 0
+        self._top[:rows] = top
+        return Readings(
+            step, self._steps[:rows], self._sizes[:rows], logits, self._logits[before][:rows], self._margin[:rows],
+            self._speed[:rows], self._cls_speeds[here][:rows], self._first[:rows], self._cls_speeds[before][:rows],
+            unchanged, self.measured,
+        )  # fmt: skip
+
+    def _score(self, readings: Readings) -> Floats:
+        rules = {job.depth.rule.name: job.depth.rule for job in self._jobs}
+        if len(rules) == 1:
+            return next(iter(rules.values())).score(readings)
+        score = np.empty(self.active)
+        names = np.array([job.depth.rule.name for job in self._jobs])
+        for name, rule in rules.items():
+            chosen = np.flatnonzero(names == name)
+            score[chosen] = rule.score(readings.rows(chosen))
+        return score
+
+    def _watch(self, readings: Readings, score: Floats) -> None:
+        for row, job in enumerate(self._jobs):
+            if job.trace:
+                self._traces[row].append(
+                    Step(
+                        int(readings.step[row]),
+                        float(readings.time[row]),
+                        float(readings.speed[row]),
+                        float(readings.cls_speed[row]),
+                        float(readings.exponent[row]),
+                        float(readings.travel[row]),
+                        float(readings.margin[row]),
+                        float(score[row]),
+                        readings.logits[row].copy(),
+                    )
+                )
+            if job.keep == "all":
+                self._kept[row].append(self._states[self._side][row].copy())
+
+    def _outcome(self, row: int, reason: ExitReason, readings: Readings, now: float) -> Outcome:
+        job, step = self._jobs[row], int(readings.step[row])
+        grown = dynamics.exponent(readings.speed[row], readings.first_speed[row], (step - 1) * job.depth.step_size)
+        if job.keep == "last":
+            self._kept[row].append(self._states[self._side][row].copy())
+        return Outcome(
+            job,
+            step,
+            reason,
+            readings.logits[row].copy(),
+            float(readings.margin[row]),
+            float(grown),
+            now - float(self._since[row]),
+            tuple(self._traces[row]),
+            tuple(self._kept[row]),
+        )
+
+    def _compact(self, ended: np.ndarray) -> None:
+        """Move the last active rows into the rows that have ended."""
+        left = self.active - len(ended)
+        stay = np.ones(self.active, bool)
+        stay[ended] = False
+        for row in ended.tolist():
+            job = self._jobs[row]
+            self._watched -= bool(job.trace or job.keep == "all")
+            self._timed -= job.deadline < math.inf
+        holes = ended[ended < left]
+        movers = left + np.flatnonzero(stay[left:])
+        if len(holes):
+            for array in self._rows:
+                array[holes] = array[movers]
+        for listed in (self._jobs, self._traces, self._kept):
+            for hole, mover in zip(holes.tolist(), movers.tolist()):
+                listed[hole] = listed[mover]  # type: ignore[call-overload]
+            del listed[left:]
+        self.active = left
+
+
+def _nobody(rows: int) -> np.ndarray:
+    return np.zeros(rows, bool)
+
+
+def _bind(bind: Callable[..., None], name: str, array: np.ndarray) -> None:
+    bind(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)
