@@ -39,6 +39,7 @@ class Images:
     labels: np.ndarray | None
     classes: tuple[str, ...]
     read: Callable[[int], Image.Image]
+    in_memory: bool = False  # nothing to decode: worker processes would not pay
 
     def __len__(self) -> int:
         return len(self.names)
@@ -188,6 +189,7 @@ def _arrays(x: np.ndarray, y: np.ndarray | None, classes: Sequence[str], where: 
         labels,
         tuple(classes) if labels is not None else (),
         lambda i: Image.fromarray(x[i].squeeze()).convert("RGB"),
+        in_memory=True,
     )
 
 

@@ -80,6 +80,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import info  # noqa: E402  (commands register themselves on `app`)
+from . import info, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "info", "main", "require", "say"]
+__all__ = ["app", "info", "main", "require", "say", "train"]

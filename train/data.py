@@ -1,0 +1,175 @@
+"""Pictures as training batches: augmentation, and an order that a resumed run repeats exactly.
+
+Every random choice is a function of (seed, epoch, image), never of what ran before, so that a run can be cut at any
+batch and go on as if nothing had happened, with any number of worker processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torchvision.transforms import v2
+
+from ..bundle import Preprocessing
+from ..data import Images
+from ..errors import UserError
+
+INTERPOLATION = {
+    "nearest": v2.InterpolationMode.NEAREST,
+    "bilinear": v2.InterpolationMode.BILINEAR,
+    "bicubic": v2.InterpolationMode.BICUBIC,
+    "lanczos": v2.InterpolationMode.LANCZOS,
+}
+TOLERATED = 0.01  # part of the images that may be unreadable
+
+
+class Batch(NamedTuple):
+    pixel_values: Tensor  # [B,3,H,W]
+    labels: Tensor  # [B]; -1 where there are none
+    rows: Tensor  # [B] position in the data
+    unreadable: list[str]
+
+
+def _resize(spec: Preprocessing) -> list[torch.nn.Module]:
+    """timm's evaluation crop: scale the shorter side to size / crop_pct, then cut the middle out."""
+    size, mode = spec.input_size[-1], INTERPOLATION[spec.interpolation]
+    if spec.crop_mode == "squash":
+        return [v2.Resize((size, size), mode)]
+    return [v2.Resize(int(size / spec.crop_pct), mode), v2.CenterCrop(size)]
+
+
+def _augment(name: str, spec: Preprocessing) -> list[torch.nn.Module]:
+    size, mode = spec.input_size[-1], INTERPOLATION[spec.interpolation]
+    flip = v2.RandomHorizontalFlip()
+    if name == "imagenet":
+        return [v2.RandomResizedCrop(size, (0.35, 1.0), interpolation=mode), flip]
+    whole = [v2.Resize(size, mode), v2.CenterCrop(size)]
+    crop = v2.RandomCrop(size, padding=size // 8, padding_mode="reflect")
+    return {
+        "none": whole,
+        "flip": [*whole, flip],
+        "crop-flip": [*whole, crop, flip],
+        "trivial": [*whole, crop, flip, v2.TrivialAugmentWide()],
+        "randaugment": [*whole, crop, flip, v2.RandAugment(2, 9)],
+    }[name]
+
+
+def transform(spec: Preprocessing, augment: str | None = None) -> Callable[[Image.Image], Tensor]:
+    """PIL picture -> normalised tensor; `augment` None is the evaluation transform."""
+    stages = _resize(spec) if augment is None else _augment(augment, spec)
+    return v2.Compose(
+        [
+            *stages,
+            v2.PILToTensor(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(spec.mean, spec.std),
+        ]
+    )
+
+
+class Pictures(Dataset[tuple[Tensor, int, int, str]]):
+    """Images behind a transform. An unreadable one is named, and the next readable one stands in for it."""
+
+    def __init__(self, images: Images, spec: Preprocessing, augment: str | None = None, seed: int = 0, views: int = 0):
+        self.images, self.seed, self.views = images, seed, views
+        self.random = augment is not None
+        self.transform = transform(spec, augment)
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def view(self) -> int:
+        """Which augmented view of the images this epoch shows: a new one each time, or one of `views`."""
+        return self.epoch % self.views if self.views else self.epoch
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int, int, str]:
+        problem = ""
+        for index in (*range(row, len(self)), *range(row)):
+            try:
+                picture = self.images.read(index)
+            except Exception as error:  # decoders fail in every way there is
+                problem = problem or f"{self.images.names[index]} ({type(error).__name__})"
+                continue
+            label = -1 if self.images.labels is None else int(self.images.labels[index])
+            if not self.random:
+                return self.transform(picture), label, row, problem
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_mix(self.seed, self.view, index))
+                return self.transform(picture), label, row, problem
+        raise UserError("none of the images can be read")
+
+
+def _mix(*numbers: int) -> int:
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def collate(samples: list[tuple[Tensor, int, int, str]]) -> Batch:
+    pixels, labels, rows, problems = zip(*samples)
+    return Batch(torch.stack(pixels), torch.tensor(labels), torch.tensor(rows), [p for p in problems if p])
+
+
+class Order(BatchSampler):
+    """Batches in an order given by (seed, epoch); the last incomplete batch of a shuffled epoch is dropped."""
+
+    def __init__(self, count: int, batch_size: int, seed: int, shuffle: bool):
+        self.count, self.batch_size, self.seed, self.shuffle = count, batch_size, seed, shuffle
+        self.drop_last, self.epoch = shuffle, 0
+        self.sampler = range(count)
+
+    def __len__(self) -> int:
+        return self.count // self.batch_size if self.shuffle else -(-self.count // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = np.arange(self.count)
+        if self.shuffle:
+            rows = np.random.default_rng((self.seed, self.epoch)).permutation(self.count)
+        for start in range(len(self)):
+            yield rows[start * self.batch_size : (start + 1) * self.batch_size].tolist()
+
+
+def loader(pictures: Pictures, batch_size: int, seed: int = 0, shuffle: bool = False, workers: int = -1) -> DataLoader[Batch]:
+    if shuffle and len(pictures) < batch_size:
+        raise UserError(f"{len(pictures)} training images do not fill one batch of {batch_size}")
+    if workers < 0:
+        workers = 0 if pictures.images.in_memory else min(4, os.cpu_count() or 1)
+    return DataLoader(
+        pictures,
+        batch_sampler=Order(len(pictures), batch_size, seed, shuffle),
+        num_workers=workers,
+        collate_fn=collate,
+        persistent_workers=False,
+    )
+
+
+def set_epoch(data: DataLoader[Batch], pictures: Pictures, epoch: int) -> None:
+    pictures.epoch = epoch
+    order = data.batch_sampler
+    while not isinstance(order, Order):  # accelerate wraps it
+        order = order.batch_sampler  # type: ignore[union-attr]
+    order.epoch = epoch
+
+
+class Unreadable:
+    """Counts the pictures that could not be read, and ends the run when they are too many."""
+
+    def __init__(self, total: int, say: Callable[[str], None]):
+        self.total, self.say, self.names = total, say, set[str]()
+
+    def add(self, names: list[str]) -> None:
+        for name in set(names) - self.names:
+            self.names.add(name)
+            self.say(f"unreadable, left out: {name}")
+        if len(self.names) > TOLERATED * self.total:
+            raise UserError(
+                f"{len(self.names)} of {self.total} images cannot be read, more than {TOLERATED:.0%}; "
+                f"the last was {sorted(names)[-1] if names else sorted(self.names)[-1]}"
+            )

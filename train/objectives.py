@@ -1,0 +1,132 @@
+"""What is trained: a student along its trajectory, or a teacher on labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .data import Batch
+from .losses import LOSSES, Scene, Target, error_bound
+from .loop import Objective
+from .model import ODEViT
+from .recipe import Training
+from .solvers import advance
+from .teacher import Memory, Teacher
+
+Advance = Callable[..., tuple[Tensor, Tensor, list[Tensor]]]
+
+
+class Distillation(Objective):
+    """The student's losses for a batch. Without a teacher it is training from scratch."""
+
+    def __init__(
+        self,
+        student: ODEViT,
+        settings: Training,
+        weights: dict[str, float],
+        teacher: Teacher | None = None,
+        schedule: Callable[[int], dict[int, int]] | None = None,
+        memory: Memory | None = None,
+    ):
+        super().__init__()
+        self.net, self.settings = student, settings
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.outside: dict[str, Any] = {"teacher": teacher}  # not a submodule: it is neither trained nor saved
+        self.schedule, self.memory = schedule, memory
+
+    @property
+    def student(self) -> ODEViT:
+        assert isinstance(self.net, ODEViT)
+        return self.net
+
+    def matrices(self) -> list[nn.Parameter]:
+        return [p for p in self.student.psi.parameters() if p.dim() == 2]
+
+    def watch(self) -> dict[str, float]:
+        settings = self.settings
+        steps = self.student.config.integration.steps
+        return {"bound": error_bound(self.student.psi, steps, settings.bound_radius, settings.bound_lipschitz)}
+
+    def prepare(self, batch: Batch, view: int, step: int) -> tuple[Any, ...]:
+        steps, horizon, reached = self.depth(step)
+        plan = self.schedule(reached) if self.schedule else {}
+        target = self.teach(batch, view, sorted(set(plan.values()))) if self.outside["teacher"] else None
+        return batch.pixel_values, batch.labels, target, plan, steps, horizon
+
+    def depth(self, step: int) -> tuple[int, float, int]:
+        """Steps and horizon of this batch, and the step by which the teacher's last state should be reached."""
+        own, settings = self.student.config.integration, self.settings
+        random = np.random.default_rng((settings.seed, 7, step))
+        if settings.random_depth:
+            low, high = settings.random_depth
+            steps = int(random.integers(low, high + 1))
+            return steps, steps * own.step_size, min(low, steps)
+        if settings.random_resolution:
+            steps = int(random.integers(settings.random_resolution[0], settings.random_resolution[1] + 1))
+            return steps, own.horizon, steps
+        return own.steps, own.horizon, own.steps
+
+    def teach(self, batch: Batch, view: int, layers: list[int]) -> Target:
+        teacher: Teacher = self.outside["teacher"]
+        if self.weights.get("patches"):
+            states = teacher.states(batch.pixel_values)
+            return Target(
+                {layer: states[layer][:, 0] for layer in layers},
+                teacher.answer(states[-1][:, 0]),
+                {layer: states[layer][:, 1:] for layer in layers},
+            )
+
+        def compute() -> tuple[Tensor, Tensor]:
+            states = teacher.states(batch.pixel_values)
+            return torch.stack([states[layer][:, 0] for layer in layers], 1), teacher.answer(states[-1][:, 0])
+
+        if self.memory is None:
+            cls, logits = compute()
+        else:
+            cls, logits = self.memory.answer(batch.rows.cpu(), view, compute)
+            cls, logits = cls.to(batch.pixel_values.device), logits.to(batch.pixel_values.device)
+        return Target(dict(zip(layers, cls.unbind(1))), logits)
+
+    def forward(
+        self, pixels: Tensor, labels: Tensor, target: Target | None, plan: dict[int, int], steps: int, horizon: float
+    ) -> dict[str, Tensor]:
+        states, velocities = [], []
+        for point in self.student.trajectory(self.student.stem(pixels), steps, horizon, advance=self.advance(steps)):
+            states.append(point.state)
+            velocities.append(point.velocity)
+        scene = Scene(self.student, self.settings, states, velocities, horizon / steps, labels, target, plan)
+        return {name: LOSSES[name](scene) for name in self.weights}
+
+    def advance(self, steps: int) -> Advance:
+        """The integrator's step, without gradients before the last `truncate` steps, or recomputed going back."""
+        done = 0
+
+        def step(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+            nonlocal done
+            done += 1
+            if self.settings.truncate and done <= steps - self.settings.truncate:
+                with torch.no_grad():
+                    return advance(*arguments)
+            if self.settings.checkpointing:
+                result: tuple[Tensor, Tensor, list[Tensor]] = checkpoint(advance, *arguments, use_reentrant=False)
+                return result
+            return advance(*arguments)
+
+        return step
+
+
+class FineTuning(Objective):
+    """A teacher on labelled images, all of it."""
+
+    def __init__(self, teacher: Teacher, label_smoothing: float):
+        super().__init__()
+        self.net, self.label_smoothing, self.weights = teacher, label_smoothing, {"cross_entropy": 1.0}
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"cross_entropy": F.cross_entropy(self.net(pixels), labels, label_smoothing=self.label_smoothing)}
