@@ -51,6 +51,9 @@ class ExitReason(enum.IntEnum):
         return self.sentence.partition(":")[0]
 
 
+REASONS = tuple(ExitReason)  # by code
+
+
 @dataclass(frozen=True)
 class Measured:
     """What calibration measured, as arrays over time: remaining CLS travel, and mean CLS speed to scale it by."""
@@ -284,7 +287,7 @@ def decide(
     max_steps: NDArray[np.integer],
     settled: NDArray[np.integer],
 ) -> NDArray[np.int8]:
-    """The code of the reason each image ends for, or -1 where it goes on. Of several reasons the rule's own comes first."""
+    """The code of the reason each image ends for, or -1 where it goes on. The rule's own reason comes first."""
     code = np.full(len(score), -1, np.int8)
     code[readings.step >= max_steps] = ExitReason.BUDGET
     code[readings.step >= readings.steps] = ExitReason.HORIZON

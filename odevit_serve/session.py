@@ -40,7 +40,7 @@ def runtime() -> Any:
 
 
 def clash(folder: Path | None = None) -> str | None:
-    """A sentence when several onnxruntime wheels share one folder: the one installed last has overwritten the others."""
+    """A sentence when several onnxruntime wheels share one folder: the last one has overwritten the others."""
     if folder is None:
         folder = Path(runtime().__file__).parents[1]
     names = sorted(

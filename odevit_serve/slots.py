@@ -18,7 +18,7 @@ import numpy as np
 from . import dynamics
 from .dynamics import Floats
 from .errors import UsageError
-from .exits import Depth, ExitReason, Measured, Readings, decide
+from .exits import REASONS, Depth, ExitReason, Measured, Readings, decide
 from .session import Graphs
 
 
@@ -63,6 +63,19 @@ class Outcome:
     states: tuple[Floats, ...] = ()  # [S*,D] each
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """What belongs to an active row but is no number."""
+
+    job: Job
+    trace: list[Step]
+    kept: list[Floats]
+
+    @property
+    def watched(self) -> bool:
+        return self.job.trace or self.job.keep == "all"
+
+
 class Slots:
     """Up to `capacity` images on their way. One thread at a time may use it."""
 
@@ -87,14 +100,12 @@ class Slots:
             np.zeros(capacity, np.int64) for _ in range(6)
         )
         self._threshold, self._lyapunov, self._deadline, self._since = (np.empty(capacity) for _ in range(4))
-        self._rows = [
+        self._rows: list[np.ndarray] = [
             *self._states, *self._logits, *self._cls_speeds, self._margin, self._speed, self._first,
             self._step_size, self._sizes, self._step, self._steps, self._max, self._top, self._unchanged,
             self._settled, self._threshold, self._lyapunov, self._deadline, self._since,
         ]  # fmt: skip
-        self._jobs: list[Job] = []
-        self._traces: list[list[Step]] = []
-        self._kept: list[list[Floats]] = []
+        self._entries: list[_Entry] = []
         self._bindings: dict[tuple[int, int], Any] = {}  # (rows, side) -> the step bound to those rows
         self._watched = 0  # jobs that keep something of every step
         self._timed = 0  # jobs with a deadline
@@ -105,7 +116,7 @@ class Slots:
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        return tuple(self._jobs)
+        return tuple(entry.job for entry in self._entries)
 
     def admit(self, pixels: np.ndarray, jobs: Sequence[Job]) -> None:
         """Put images [k,3,H,W] into free rows and run the stem on them."""
@@ -127,15 +138,14 @@ class Slots:
             self._steps[row], self._max[row] = depth.steps, depth.max_steps
             self._threshold[row], self._lyapunov[row] = depth.threshold, depth.lyapunov
             self._settled[row], self._deadline[row] = depth.rule.reason, job.deadline
-            self._watched += bool(job.trace or job.keep == "all")
+            entry = _Entry(job, [], [self._states[self._side][row].copy()] if job.keep == "all" else [])
+            self._watched += entry.watched
             self._timed += job.deadline < math.inf
-            self._traces.append([])
-            self._kept.append([self._states[self._side][row].copy()] if job.keep == "all" else [])
+            self._entries.append(entry)
         self._step[start:end] = 0
         self._unchanged[start:end] = 0
         self._top[start:end] = -1
         self._since[start:end] = began
-        self._jobs.extend(jobs)
         self.active = end
 
     def step(self) -> list[Outcome]:
@@ -158,14 +168,14 @@ class Slots:
         ended = np.flatnonzero(code >= 0)
         if not len(ended):
             return []
-        outcomes = [self._outcome(row, ExitReason(int(code[row])), readings, now) for row in ended.tolist()]
+        outcomes = [self._outcome(row, REASONS[code[row]], readings, now) for row in ended.tolist()]
         self._compact(ended)
         return outcomes
 
     def cancel(self, key: Any) -> bool:
         """Free the row of the image known by `key`; False when it is not here."""
-        for row, job in enumerate(self._jobs):
-            if job.key == key:
+        for row, entry in enumerate(self._entries):
+            if entry.job.key == key:
                 self._compact(np.array([row]))
                 return True
         return False
@@ -218,20 +228,21 @@ class Slots:
         )  # fmt: skip
 
     def _score(self, readings: Readings) -> Floats:
-        rules = {job.depth.rule.name: job.depth.rule for job in self._jobs}
+        own = [entry.job.depth.rule for entry in self._entries]
+        rules = {rule.name: rule for rule in own}
         if len(rules) == 1:
             return next(iter(rules.values())).score(readings)
         score = np.empty(self.active)
-        names = np.array([job.depth.rule.name for job in self._jobs])
+        names = np.array([rule.name for rule in own])
         for name, rule in rules.items():
             chosen = np.flatnonzero(names == name)
             score[chosen] = rule.score(readings.rows(chosen))
         return score
 
     def _watch(self, readings: Readings, score: Floats) -> None:
-        for row, job in enumerate(self._jobs):
-            if job.trace:
-                self._traces[row].append(
+        for row, entry in enumerate(self._entries):
+            if entry.job.trace:
+                entry.trace.append(
                     Step(
                         int(readings.step[row]),
                         float(readings.time[row]),
@@ -244,14 +255,15 @@ class Slots:
                         readings.logits[row].copy(),
                     )
                 )
-            if job.keep == "all":
-                self._kept[row].append(self._states[self._side][row].copy())
+            if entry.job.keep == "all":
+                entry.kept.append(self._states[self._side][row].copy())
 
     def _outcome(self, row: int, reason: ExitReason, readings: Readings, now: float) -> Outcome:
-        job, step = self._jobs[row], int(readings.step[row])
+        entry, step = self._entries[row], int(readings.step[row])
+        job = entry.job
         grown = dynamics.exponent(readings.speed[row], readings.first_speed[row], (step - 1) * job.depth.step_size)
         if job.keep == "last":
-            self._kept[row].append(self._states[self._side][row].copy())
+            entry.kept.append(self._states[self._side][row].copy())
         return Outcome(
             job,
             step,
@@ -260,8 +272,8 @@ class Slots:
             float(readings.margin[row]),
             float(grown),
             now - float(self._since[row]),
-            tuple(self._traces[row]),
-            tuple(self._kept[row]),
+            tuple(entry.trace),
+            tuple(entry.kept),
         )
 
     def _compact(self, ended: np.ndarray) -> None:
@@ -270,18 +282,16 @@ class Slots:
         stay = np.ones(self.active, bool)
         stay[ended] = False
         for row in ended.tolist():
-            job = self._jobs[row]
-            self._watched -= bool(job.trace or job.keep == "all")
-            self._timed -= job.deadline < math.inf
+            self._watched -= self._entries[row].watched
+            self._timed -= self._entries[row].job.deadline < math.inf
         holes = ended[ended < left]
         movers = left + np.flatnonzero(stay[left:])
         if len(holes):
             for array in self._rows:
                 array[holes] = array[movers]
-        for listed in (self._jobs, self._traces, self._kept):
-            for hole, mover in zip(holes.tolist(), movers.tolist()):
-                listed[hole] = listed[mover]  # type: ignore[call-overload]
-            del listed[left:]
+        for hole, mover in zip(holes.tolist(), movers.tolist()):
+            self._entries[hole] = self._entries[mover]
+        del self._entries[left:]
         self.active = left
 
 

@@ -1,0 +1,267 @@
+"""Pictures in, pixels out: reading whatever a user hands over, and the evaluation transform of a bundle.
+
+The transform is that of timm for the same settings, done with Pillow and numpy.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from .bundle import Preprocessing
+from .data import SUFFIXES as _SUFFIXES
+from .errors import UserError
+
+# Formats that Pillow decodes by itself: no Ghostscript, no file that refers to another.
+FORMATS = (
+    "JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO", "ICO", "TGA", "QOI",
+)  # fmt: skip
+SUFFIXES = frozenset(_SUFFIXES | {".avif", ".jp2", ".mpo", ".ico", ".tga", ".qoi", ".pnm", ".jfif"})
+MAX_PIXELS = 89_478_485  # Pillow's own line between a large picture and a decompression bomb
+MAX_BYTES = 512 * 2**20
+# Past the limit we raise an error of our own; Pillow's warning about the same would be a second voice.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+def read(source: Any, name: str | None = None) -> Image.Image:
+    """The picture in a path, bytes, open file, PIL image or array, as RGB and the right way up."""
+    label = name or describe(source)
+    if isinstance(source, Image.Image):
+        return _convert(source, label)
+    if isinstance(source, np.ndarray):
+        return _from_array(source, label)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _decode(io.BytesIO(source), label)
+    if isinstance(source, str | os.PathLike):
+        return _read_path(Path(source), label)
+    if hasattr(source, "read"):
+        return _decode(io.BytesIO(source.read(MAX_BYTES)), label)
+    raise UserError(f"{label}: a picture is a path, bytes, a PIL image or an array, not {type(source).__name__}")
+
+
+def describe(source: Any) -> str:
+    """A short name of a source, for messages and results."""
+    if isinstance(source, str | os.PathLike):
+        return os.fspath(source)
+    if isinstance(source, np.ndarray):
+        return f"array of shape {list(source.shape)}"
+    if isinstance(source, bytes | bytearray | memoryview):
+        return f"{len(source)} bytes"
+    return str(getattr(source, "filename", "") or getattr(source, "name", "") or type(source).__name__)
+
+
+def _read_path(path: Path, label: str) -> Image.Image:
+    try:
+        if path.is_dir():
+            raise UserError(f"{label} is a folder, not a picture")
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(f"{label} has {path.stat().st_size:,} bytes, more than the {MAX_BYTES:,} allowed")
+        with path.open("rb") as file:
+            return _decode(file, label)
+    except FileNotFoundError:
+        raise UserError(f"{label} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise UserError(f"{label} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
+def _decode(file: Any, label: str) -> Image.Image:
+    start = file.read(1)
+    if not start:
+        raise UserError(f"{label} is empty")
+    file.seek(0)
+    try:
+        with Image.open(file, formats=FORMATS) as picture:
+            return _convert(picture, label)
+    except UserError:
+        raise
+    except Image.DecompressionBombError:
+        raise UserError(f"{label} has more than the {MAX_PIXELS:,} pixels allowed") from None
+    except Image.UnidentifiedImageError:
+        raise UserError(f"{label} is not a picture in a known format") from None
+    except Exception as error:  # decoders fail in every way there is, on data that anyone can send
+        reason = str(error).strip().splitlines()
+        raise UserError(f"{label} is damaged ({reason[0] if reason else type(error).__name__})") from None
+
+
+def _convert(picture: Image.Image, label: str) -> Image.Image:
+    width, height = picture.size
+    if width * height == 0:
+        raise UserError(f"{label} has no pixels: it is {width} x {height}")
+    if width * height > MAX_PIXELS:
+        raise UserError(f"{label} is {width} x {height}, more than the {MAX_PIXELS:,} pixels allowed")
+    if getattr(picture, "n_frames", 1) > 1:
+        picture.seek(0)
+    picture.load()
+    picture = ImageOps.exif_transpose(picture)
+    mode = picture.mode
+    if mode == "RGB" and "transparency" not in picture.info:
+        return picture
+    if mode == "F":
+        return _from_array(np.asarray(picture), label)
+    if mode.startswith("I"):
+        return Image.fromarray(_narrow(np.asarray(picture))).convert("RGB")
+    if "A" in mode or "a" in mode or "transparency" in picture.info:
+        return _flatten(picture)
+    return picture.convert("RGB")
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """16-bit grey to 8: Pillow would clip at 255 and leave a white picture."""
+    clipped = np.clip(values, 0, 65535).astype(np.float32)
+    return np.rint(clipped / 257).astype(np.uint8)
+
+
+def _flatten(picture: Image.Image) -> Image.Image:
+    """What a viewer shows of a picture with transparency: on white."""
+    layered = picture.convert("RGBA")
+    white = Image.new("RGBA", layered.size, "white")
+    return Image.alpha_composite(white, layered).convert("RGB")
+
+
+def _from_array(array: np.ndarray, label: str) -> Image.Image:
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
+        raise UserError(f"{label}: a picture has shape [height, width] or [height, width, 3 or 4]")
+    if array.size == 0:
+        raise UserError(f"{label} has no pixels")
+    if array.shape[0] * array.shape[1] > MAX_PIXELS:
+        raise UserError(f"{label} has more than the {MAX_PIXELS:,} pixels allowed")
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8) * 255
+    elif array.dtype == np.uint16:
+        array = _narrow(array)
+    elif np.issubdtype(array.dtype, np.floating):
+        array = _from_floats(array, label)
+    elif array.dtype != np.uint8:
+        if not np.issubdtype(array.dtype, np.integer):
+            raise UserError(f"{label}: pixels of type {array.dtype} are no numbers from 0 to 255")
+        if array.min() < 0 or array.max() > 255:
+            raise UserError(f"{label}: pixels reach from {array.min()} to {array.max()}, not from 0 to 255")
+        array = array.astype(np.uint8)
+    return _convert(Image.fromarray(np.ascontiguousarray(array)), label)
+
+
+def _from_floats(array: np.ndarray, label: str) -> np.ndarray:
+    low, high = float(array.min()), float(array.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise UserError(f"{label} has NaN or infinite pixels")
+    if low < 0 or high > 1:
+        raise UserError(f"{label}: pixels reach from {low:g} to {high:g}; floating-point pictures go from 0 to 1")
+    return np.rint(array * 255).astype(np.uint8)
+
+
+def prepare(picture: Image.Image, transform: Preprocessing) -> np.ndarray:
+    """Pixel values [3,H,W] as the model wants them: resized, cropped, normalised."""
+    channels, height, width = transform.input_size
+    if channels == 1:
+        picture = picture.convert("L")
+    picture = _fit(picture, transform, (width, height))
+    pixels = np.asarray(picture, np.float32).reshape(height, width, channels)
+    mean, std = np.array(transform.mean, np.float32), np.array(transform.std, np.float32)
+    return np.ascontiguousarray(((pixels / 255 - mean) / std).transpose(2, 0, 1), np.float32)
+
+
+def view(picture: Image.Image, transform: Preprocessing) -> Image.Image:
+    """The part of the picture that the model sees, at the picture's own resolution."""
+    _, height, width = transform.input_size
+    padding, box = _window(picture.size, transform, (width, height))
+    if padding:
+        return _fit(picture, transform, (width, height))
+    left, top = math.floor(box[0]), math.floor(box[1])
+    return picture.crop((left, top, max(left + 1, round(box[2])), max(top + 1, round(box[3]))))
+
+
+def _fit(picture: Image.Image, transform: Preprocessing, size: tuple[int, int]) -> Image.Image:
+    """Resize and centre-crop in one go: only the pixels that are kept are ever computed."""
+    padding, box = _window(picture.size, transform, size)
+    if not padding:
+        return picture.resize(size, RESAMPLING[transform.interpolation], box=box)
+    inner = (padding[2] - padding[0], padding[3] - padding[1])
+    fill = tuple(round(255 * m) for m in transform.mean) if transform.crop_mode == "border" else (0, 0, 0)
+    canvas = Image.new(picture.mode, size, fill if picture.mode == "RGB" else fill[0])
+    canvas.paste(picture.resize(inner, RESAMPLING[transform.interpolation], box=box), padding[:2])
+    return canvas
+
+
+def _window(
+    own: tuple[int, int], transform: Preprocessing, size: tuple[int, int]
+) -> tuple[tuple[int, int, int, int] | None, tuple[float, float, float, float]]:
+    """Where the resized picture lands on the canvas (None: it fills it), and the box of the picture that it shows."""
+    resized = _resized(own, transform, size)
+    land, box = [], []
+    for i in range(2):
+        length, target, scale = resized[i], size[i], own[i] / resized[i]
+        if length < target:
+            start = (target - length) // 2
+            land.append((start, start + length))
+            box.append((0.0, float(own[i])))
+        else:
+            start = round((length - target) / 2.0)
+            land.append((0, target))
+            box.append((start * scale, min((start + target) * scale, own[i])))
+    fills = all(land[i] == (0, size[i]) for i in range(2))
+    where = None if fills else (land[0][0], land[1][0], land[0][1], land[1][1])
+    return where, (box[0][0], box[1][0], box[0][1], box[1][1])
+
+
+def _resized(own: tuple[int, int], transform: Preprocessing, size: tuple[int, int]) -> tuple[int, int]:
+    """The size that timm resizes to before it crops. Sizes are (width, height)."""
+    scaled = (math.floor(size[0] / transform.crop_pct), math.floor(size[1] / transform.crop_pct))
+    if transform.crop_mode == "squash":
+        return scaled
+    if transform.crop_mode == "border" or scaled[0] != scaled[1]:
+        ratios = (own[0] / scaled[0], own[1] / scaled[1])
+        ratio = max(ratios) if transform.crop_mode == "border" else min(ratios)
+        return max(1, round(own[0] / ratio)), max(1, round(own[1] / ratio))
+    short, long = min(own), max(own)
+    stretched = int(scaled[0] * long / short)
+    return (scaled[0], stretched) if own[0] <= own[1] else (stretched, scaled[0])
+
+
+def walk(paths: Sequence[str]) -> Iterator[str]:
+    """Files that the arguments stand for: files, folders (searched for pictures), globs, `-` for standard input.
+
+    What does not exist is handed on as it is, so that reading it gives the error. Of a folder only the names in one
+    directory are held at a time.
+    """
+    for path in paths:
+        if path != "-" and os.path.isdir(path):
+            yield from _folder(path)
+        elif path != "-" and not os.path.exists(path) and glob.has_magic(path):
+            matches = sorted(glob.iglob(path, recursive=True))
+            yield from walk(matches) if matches else [path]
+        else:
+            yield path
+
+
+def _folder(path: str) -> Iterator[str]:
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        yield path
+        return
+    for name in names:
+        if name.startswith("."):
+            continue
+        child = os.path.join(path, name)
+        if os.path.splitext(name)[1].lower() in SUFFIXES:
+            yield child
+        elif os.path.isdir(child):
+            yield from _folder(child)
