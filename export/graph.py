@@ -98,7 +98,7 @@ class FoldedMLP(nn.Module):
 class Folded(nn.Module):
     """All that the graphs are cut from. A state of S* rows is the state proper with what the solver remembers below."""
 
-    def __init__(self, model: ODEViT, integration: Integration | None = None):
+    def __init__(self, model: ODEViT, integration: Integration | None = None, half: bool = False):
         super().__init__()
         self.shape = model.config.architecture
         self.integration = integration or model.config.integration
@@ -109,6 +109,9 @@ class Folded(nn.Module):
         self.attention = FoldedAttention(model.psi.attention)
         self.mlp = FoldedMLP(model.psi.mlp)
         self.head = model.head
+        if half:  # psi alone: the state it is added to, the stem and the head lose nothing
+            self.attention.half()
+            self.mlp.half()
 
     @property
     def memories(self) -> int:
@@ -134,11 +137,21 @@ class Folded(nn.Module):
         """The next state [B,S*,D] and the velocity [B,S,D] at the start of the step."""
         own = self.integration
         x, *memory = state.split(self.shape.tokens, 1) if self.memories else (state,)
-        x, velocity, memory = advance((self.attention, self.mlp), x, h, memory, own.solver, own.splitting)
+        x, velocity, memory = advance((self.mix, self.transform), x, h, memory, own.solver, own.splitting)
         return torch.cat([x, *memory], 1) if self.memories else x, velocity
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.attention(x.to(self.attention.project.weight.dtype)).float()
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self.mlp(x.to(self.mlp.up.weight.dtype)).float()
 
     def answer(self, state: Tensor) -> Tensor:
         return self.head(state[:, 0])
+
+    def cls_attention(self, state: Tensor) -> Tensor:
+        x = self.proper(state).to(self.attention.project.weight.dtype)
+        return self.attention.cls_map(x)[:, :, 1 : 1 + self.shape.patches].float()
 
     def margin(self, logits: Tensor) -> Tensor:
         """Distance of the CLS state to the nearest decision boundary: min over j of (z_i - z_j) / |w_i - w_j|.
@@ -185,5 +198,27 @@ class ClsAttention(nn.Module):
         self.folded = folded
 
     def forward(self, state: Tensor) -> Tensor:
-        maps = self.folded.attention.cls_map(self.folded.proper(state))
-        return maps[:, :, 1 : 1 + self.folded.shape.patches]
+        return self.folded.cls_attention(state)
+
+
+class Advance(nn.Module):
+    """One step of the size that the integration says, and nothing else."""
+
+    def __init__(self, folded: Folded):
+        super().__init__()
+        self.folded = folded
+
+    def forward(self, state: Tensor) -> Tensor:
+        return self.folded.advance(state, self.folded.integration.step_size)[0]
+
+
+class Answer(nn.Module):
+    """What is read from the last state."""
+
+    def __init__(self, folded: Folded, with_attention: bool = False):
+        super().__init__()
+        self.folded, self.with_attention = folded, with_attention
+
+    def forward(self, state: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        logits = self.folded.answer(state)
+        return (logits, self.folded.cls_attention(state)) if self.with_attention else logits

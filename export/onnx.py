@@ -1,4 +1,9 @@
-"""From torch modules to ONNX models: one call of the exporter, cleaned of everything local, with our metadata."""
+"""From torch modules to ONNX models: the exporter called once a piece, and pieces put together by name.
+
+`trace` gives a model cleaned of everything local. `assemble` takes a graph written in ONNX's own text form, in which a
+node like `state = piece.Stem (pixel_values)` stands for a traced piece, and puts the piece's nodes in its place. Weights
+go to the outermost graph, once, however often a piece is used.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,20 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx.parser
 import torch
+from onnx import numpy_helper
 from torch import Tensor, nn
 
 from .. import __version__
 from ..bundle import METADATA_KEY, Config
 
 OPSET = 20  # 23 and above emit an Attention op that TensorRT takes neither in fp32 nor inside a Loop
+IR_VERSION = 10
 PRODUCER = "odevit-serve"
+GRAPH, GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
 
 
 def trace(
@@ -39,7 +49,9 @@ def trace(
         )
     assert program is not None
     model = program.model_proto
+    model.ir_version = IR_VERSION
     clean(model)
+    _lift_constants(model.graph)
     return model
 
 
@@ -57,48 +69,133 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type == GRAPH:
+            yield attribute.g
+        elif attribute.type == GRAPHS:
+            yield from attribute.graphs
+
+
+def every_graph(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """The graph and all graphs inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from every_graph(inner)
+
+
 def clean(model: onnx.ModelProto) -> None:
     """Drop what the exporter notes down about its own run: stack traces, source files, module paths."""
     model.producer_name, model.producer_version, model.doc_string = PRODUCER, __version__, ""
-    model.graph.name, model.graph.doc_string = PRODUCER, ""
+    model.graph.name = PRODUCER
     del model.metadata_props[:]
-    _clean_graph(model.graph)
-    for function in model.functions:
-        function.doc_string = ""
-        del function.metadata_props[:]
+    for graph in every_graph(model.graph):
+        graph.doc_string = ""
+        del graph.metadata_props[:]
+        for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer, *graph.node):
+            item.doc_string = ""
+            del item.metadata_props[:]
 
 
-def _clean_graph(graph: onnx.GraphProto) -> None:
-    del graph.metadata_props[:]
-    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        value.doc_string = ""
-        del value.metadata_props[:]
+def _lift_constants(graph: onnx.GraphProto) -> None:
+    """Constant nodes become initialisers, which repeated pieces share."""
+    kept = []
     for node in graph.node:
-        node.doc_string = ""
-        del node.metadata_props[:]
-        for attribute in node.attribute:
-            attribute.doc_string = ""
-            for inner in (attribute.g, *attribute.graphs) if attribute.type in (5, 10) else ():
-                _clean_graph(inner)
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            tensor = node.attribute[0].t
+            tensor.name = node.output[0]
+            graph.initializer.append(tensor)
+        else:
+            kept.append(node)
+    del graph.node[:]
+    graph.node.extend(kept)
 
 
-def write_metadata(model: onnx.ModelProto, config: Config, **plain: Any) -> None:
+def assemble(
+    text: str,
+    pieces: Mapping[str, onnx.ModelProto],
+    constants: Mapping[str, np.ndarray[Any, Any]] | None = None,
+) -> onnx.ModelProto:
+    """The model written down in `text`, with `piece.Name (...)` replaced by the pieces and `constants` by name."""
+    header = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "piece" : 1]>\n'
+    model = onnx.parser.parse_model(header + text)
+    graph = model.graph
+    for name, piece in pieces.items():
+        for tensor in piece.graph.initializer:
+            copy = graph.initializer.add()
+            copy.CopyFrom(tensor)
+            copy.name = f"{name}.{tensor.name}"
+    for name, value in (constants or {}).items():
+        graph.initializer.append(numpy_helper.from_array(value, name))
+    _place(graph, pieces, "batch")
+    del model.opset_import[:]
+    model.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+    clean(model)
+    return model
+
+
+def _place(graph: onnx.GraphProto, pieces: Mapping[str, onnx.ModelProto], batch: str) -> None:
+    nodes: list[onnx.NodeProto] = []
+    for index, node in enumerate(graph.node):
+        for inner in subgraphs(node):
+            _place(inner, pieces, "active")  # the rows inside a loop are not those of the whole batch
+        if node.domain == "piece":
+            added, shapes = _instance(node, pieces[node.op_type].graph, f"{node.op_type}{index}", batch)
+            nodes.extend(added)
+            graph.value_info.extend(shapes)
+        else:
+            nodes.append(node)
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _instance(
+    call: onnx.NodeProto, piece: onnx.GraphProto, prefix: str, batch: str
+) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto]]:
+    """Nodes and shapes of one use of a piece, its inputs and outputs bound to those of the placeholder node."""
+    names = {tensor.name: f"{call.op_type}.{tensor.name}" for tensor in piece.initializer}
+    names |= {own.name: given for own, given in zip(piece.input, call.input)}
+    names |= {own.name: given for own, given in zip(piece.output, call.output)}
+    rename = lambda name: names.get(name, f"{prefix}.{name}") if name else ""  # noqa: E731
+    nodes, shapes = [], []
+    for node in piece.node:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = f"{prefix}.{node.name}"
+        del copy.input[:], copy.output[:]
+        copy.input.extend(map(rename, node.input))
+        copy.output.extend(map(rename, node.output))
+        nodes.append(copy)
+    for value in piece.value_info:  # loading is about twice as slow without
+        if value.name not in names:
+            info = onnx.ValueInfoProto()
+            info.CopyFrom(value)
+            info.name = rename(value.name)
+            for dim in info.type.tensor_type.shape.dim:
+                if dim.dim_param == "batch":
+                    dim.dim_param = batch
+            shapes.append(info)
+    return nodes, shapes
+
+
+def write_metadata(model: onnx.ModelProto, config: Config, **plain: object) -> None:
     """The bundle's config under our key, and beside it the plain keys that other tools read."""
     size = config.architecture.image_size
     labels = config.labels or tuple(str(i) for i in range(config.architecture.classes))
-    keys = {
+    keys: dict[str, object] = {
         METADATA_KEY: config.to_json(),
         "description": f"ODE-ViT {config.name}",
         "author": PRODUCER,
         "version": __version__,
         "license": config.license,
         "task": "classify",
-        "stride": str(config.architecture.patch_size),
+        "stride": config.architecture.patch_size,
         "imgsz": json.dumps([size, size]),
-        "channels": str(config.architecture.channels),
-        "names": str(dict(enumerate(labels))),
-        **{key: str(value) for key, value in plain.items()},
+        "channels": config.architecture.channels,
+        "names": dict(enumerate(labels)),
+        **plain,
     }
     del model.metadata_props[:]
     for key, value in keys.items():
-        model.metadata_props.add(key=key, value=value)
+        model.metadata_props.add(key=key, value=str(value))
