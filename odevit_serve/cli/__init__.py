@@ -80,6 +80,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import info, train  # noqa: E402  (commands register themselves on `app`)
+from . import info, predict, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "info", "main", "require", "say", "train"]
+__all__ = ["app", "info", "main", "predict", "require", "say", "train"]

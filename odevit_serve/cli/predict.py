@@ -1,0 +1,262 @@
+"""`odevit-serve predict`: an answer for every picture, with the depth it took."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from ..errors import UsageError, UserError
+from . import app, say
+
+if TYPE_CHECKING:
+    from ..model import Model, Prediction, Result
+
+
+@app.command()
+def predict(
+    paths: list[str] = typer.Argument(..., metavar="PATH...", help="Files, folders, globs; - for standard input."),
+    model: str = typer.Option(
+        None, "--model", "-m", help="Bundle folder, .onnx file or name. Default: the bundled one."
+    ),
+    top: int = typer.Option(3, "--top", min=1, help="How many classes to show."),
+    rule: str = typer.Option(None, help="Exit rule in place of the bundle's own; needs --threshold."),
+    kappa: float = typer.Option(None, help="Safety factor of the contraction rule."),
+    threshold: float = typer.Option(None, help="Threshold of --rule: exit once its score reaches it."),
+    steps: int = typer.Option(None, help="Cut the horizon into this many steps."),
+    max_steps: int = typer.Option(None, help="Stop after this many steps at the latest."),
+    no_adaptive: bool = typer.Option(False, "--no-adaptive", help="Full depth for every picture."),
+    attention: Path = typer.Option(None, metavar="DIR", help="Write where CLS looks, as PNGs, per head and mean."),
+    trace: Path = typer.Option(None, metavar="DIR", help="Write the numbers of every step, as PNG and JSON."),
+    as_json: bool = typer.Option(False, "--json", help="One JSON list on stdout."),
+    as_jsonl: bool = typer.Option(False, "--jsonl", help="One JSON object a line on stdout."),
+    as_csv: bool = typer.Option(False, "--csv", help="CSV on stdout."),
+    device: str = typer.Option("cpu", help="cpu, cuda, tensorrt or auto."),
+    threads: int = typer.Option(None, min=1, help="Threads of onnxruntime. Default: one a core."),
+) -> None:
+    """Classify pictures, each with just the depth it needs."""
+    if as_json + as_jsonl + as_csv > 1:
+        raise UsageError("give one of --json, --jsonl and --csv")
+    if kappa is not None and kappa < 0:
+        raise UsageError(f"kappa must be 0 or more, not {kappa}")
+    import warnings
+
+    from .. import images
+    from ..model import Failure, load
+
+    warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+    loaded = load(model, device, threads)
+    settings: dict[str, Any] = {
+        "steps": steps, "max_steps": max_steps, "rule": rule, "threshold": threshold, "kappa": kappa,
+        "adaptive": not no_adaptive,
+    }  # fmt: skip
+    results = loaded.stream(_sources(paths), trace=trace is not None, attention=attention is not None, **settings)
+    kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
+    writer = _WRITERS[kind](sys.stdout, top)
+    keeper = _Keeper(loaded, attention, trace)
+    failures: list[str] = []
+    with _progress(paths) as advance:
+        for result in results:
+            if isinstance(result, Failure):
+                failures.append(result.message)
+            else:
+                keeper.keep(result)
+            writer.write(result)
+            advance()
+    writer.close()
+    if failures:
+        for message in failures:
+            say(message)
+        if len(failures) > 1:
+            say(f"{len(failures)} inputs could not be answered")
+        raise typer.Exit(1)
+    if not writer.count:
+        raise UserError(f"no pictures in {', '.join(paths)} ({', '.join(sorted(images.SUFFIXES))})")
+    keeper.report()
+
+
+def _sources(paths: list[str]) -> Iterator[Any]:
+    from .. import images
+
+    for path in images.walk(paths):
+        yield _stdin if path == "-" else path
+
+
+class _StandardInput:
+    """Standard input as a source of one picture, kept because it cannot be read twice."""
+
+    name = "stdin"
+    data: bytes | None = None
+
+    def read(self, size: int) -> bytes:
+        if self.data is None:
+            self.data = sys.stdin.buffer.read(size)
+        return self.data
+
+
+_stdin = _StandardInput()
+
+
+def _progress(paths: list[str]) -> Any:
+    """A bar on stderr where someone watches and there is more than a glance to wait for."""
+    import os
+
+    def nothing() -> None:
+        pass
+
+    if not sys.stderr.isatty() or (len(paths) < 20 and not any(os.path.isdir(p) or "*" in p for p in paths)):
+        return nullcontext(nothing)
+    return _Bar(paths)
+
+
+class _Bar:
+    def __init__(self, paths: list[str]):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from .. import images
+
+        total = sum(1 for _ in images.walk(paths))
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
+        # With both streams on one terminal, rows are printed above the bar; a redirected stdout stays untouched.
+        self._bar = Progress(
+            *columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty(), transient=True
+        )
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        return lambda: self._bar.advance(self._task)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+class _Keeper:
+    """Writes the maps and traces of each answer under a name of its own."""
+
+    def __init__(self, model: Model, attention: Path | None, trace: Path | None):
+        self.model, self.attention, self.trace = model, attention, trace
+        self._names: dict[str, int] = {}
+        for folder in (attention, trace):
+            if folder is not None:
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise UserError(f"{folder} cannot be made a folder ({error.strerror})") from None
+
+    def keep(self, result: Prediction) -> None:
+        if self.attention is None and self.trace is None:
+            return
+        from .. import pictures
+
+        stem = Path(result.source).stem or "picture"
+        self._names[stem] = seen = self._names.get(stem, 0) + 1
+        name = stem if seen == 1 else f"{stem}-{seen}"
+        if self.attention is not None and result.attention is not None:
+            for kind, picture in pictures.overlays(self._seen(result), result.attention).items():
+                picture.save(self.attention / f"{name}-{kind}.png")
+        if self.trace is not None:
+            exit = self.model.config.exit
+            pictures.trace_plot(result, exit.threshold if exit.rule == "contraction" else None).save(
+                self.trace / f"{name}-trace.png"
+            )
+            (self.trace / f"{name}-trace.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n")
+
+    def _seen(self, result: Prediction) -> Any:
+        """The part of the picture that the model saw, read again: pictures are not held while they are computed."""
+        from .. import images
+
+        source = _stdin if result.source == _stdin.name else result.source
+        return images.view(images.read(source), self.model.config.preprocessing)
+
+    def report(self) -> None:
+        for folder, what in ((self.attention, "attention maps"), (self.trace, "traces")):
+            if folder is not None:
+                say(f"{what} are in {folder}")
+
+
+class _Writer:
+    def __init__(self, out: TextIO, top: int):
+        self.out, self.top, self.count = out, top, 0
+
+    def write(self, result: Result) -> None:
+        self.count += 1
+        self.row(result)
+        self.out.flush()
+
+    def row(self, result: Result) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def _plain(result: Result, top: int) -> dict[str, Any]:
+    from ..model import Failure
+
+    if isinstance(result, Failure):
+        return {"source": result.source, "error": result.message}
+    return result.to_dict(top)
+
+
+class _Jsonl(_Writer):
+    def row(self, result: Result) -> None:
+        self.out.write(json.dumps(_plain(result, self.top), ensure_ascii=False) + "\n")
+
+
+class _Json(_Writer):
+    def row(self, result: Result) -> None:
+        self.out.write(("[\n" if self.count == 1 else ",\n") + json.dumps(_plain(result, self.top), ensure_ascii=False))
+
+    def close(self) -> None:
+        self.out.write("\n]\n" if self.count else "[]\n")
+
+
+class _Csv(_Writer):
+    def row(self, result: Result) -> None:
+        import csv
+
+        from ..model import Failure
+
+        writer = csv.writer(self.out)
+        if self.count == 1:
+            ranks = [f"{what}_{i + 1}" for i in range(self.top) for what in ("label", "probability")]
+            writer.writerow(
+                ["source", *ranks, "steps", "full_steps", "exit", "margin", "exponent", "milliseconds", "error"]
+            )
+        if isinstance(result, Failure):
+            writer.writerow([result.source, *[""] * (2 * self.top + 6), result.message])
+            return
+        best: list[Any] = [value for pair in result.top(self.top) for value in pair]
+        best += [""] * (2 * self.top - len(best))
+        time = round(1000 * (result.read_seconds + result.compute_seconds), 3)
+        numbers = [result.steps, result.full_steps, result.exit.short, result.margin, result.exponent, time]
+        writer.writerow([result.source, *best, *numbers, ""])
+
+
+class _Table(_Writer):
+    """Rows as they come: a folder of any size shows its first answer at once."""
+
+    BAR = 10
+
+    def row(self, result: Result) -> None:
+        from ..model import Failure
+
+        if isinstance(result, Failure):
+            return
+        name = result.source if len(result.source) <= 36 else "..." + result.source[-33:]
+        depth = f"{result.steps}/{result.full_steps} {result.exit.short}"
+        for rank, (label, value) in enumerate(result.top(self.top)):
+            bar = ("█" * round(value * self.BAR)).ljust(self.BAR, "·")
+            first = f"{name:<36}  " if rank == 0 else " " * 38
+            line = f"{first}{label[:24]:<24} {bar} {value:6.1%}"
+            self.out.write(f"{line}  {depth}\n" if rank == 0 else f"{line}\n")
+
+
+_WRITERS = {"json": _Json, "jsonl": _Jsonl, "csv": _Csv, "table": _Table}
