@@ -1,0 +1,122 @@
+"""Solvers against ODEs whose solution is known, and against psi itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from odevit_serve import bundle
+from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.train.model import ODEViT
+from odevit_serve.train.solvers import SOLVERS, SPLITTINGS, advance, memories, order
+
+PAIRS = [(solver, splitting) for solver in SOLVERS for splitting in ("parallel", *SPLITTINGS)]
+SPIN = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.double)
+SHEAR = torch.tensor([[-0.5, 0.7], [0.0, 0.2]], dtype=torch.double)  # does not commute with SPIN
+
+
+def integrate(fields, x: Tensor, horizon: float, steps: int, solver: str, splitting: str) -> Tensor:
+    memory: list[Tensor] = []
+    for _ in range(steps):
+        x, _, memory = advance(fields, x, horizon / steps, memory, solver, splitting)
+    return x
+
+
+def measured_order(fields, x: Tensor, exact: Tensor, solver: str, splitting: str, steps: int = 16) -> float:
+    errors = [
+        (integrate(fields, x, 1.0, n, solver, splitting) - exact).norm().item() for n in (steps, 2 * steps)
+    ]
+    return math.log2(errors[0] / errors[1])
+
+
+@pytest.mark.parametrize(("solver", "splitting"), PAIRS)
+def test_order_on_a_linear_ode(solver: str, splitting: str) -> None:
+    """x' = (A + B) x with A, B that do not commute: the solution is a matrix exponential."""
+    x = torch.tensor([[1.0, 0.3]], dtype=torch.double)
+    fields = (lambda y: y @ SPIN.T, lambda y: y @ SHEAR.T)
+    exact = x @ torch.linalg.matrix_exp(SPIN + SHEAR).T
+    assert measured_order(fields, x, exact, solver, splitting) == pytest.approx(order(solver, splitting), abs=0.25)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_order_on_the_logistic_equation(solver: str) -> None:
+    x = torch.tensor([[0.1], [0.4]], dtype=torch.double)
+    exact = 1 / (1 + (1 / x - 1) * math.exp(-1.0))
+    fields = (lambda y: y * (1 - y), torch.zeros_like)
+    assert measured_order(fields, x, exact, solver, "parallel") == pytest.approx(SOLVERS[solver].order, abs=0.25)
+
+
+@pytest.fixture(scope="module")
+def small() -> ODEViT:
+    torch.manual_seed(0)
+    shape = Architecture(image_size=8, patch_size=4, width=12, heads=3, classes=3, registers=1, convolution=3)
+    return ODEViT(Config(shape, Integration(2.0, 4), Preprocessing((3, 8, 8)))).double().eval()
+
+
+@pytest.mark.parametrize(("solver", "splitting"), PAIRS)
+@torch.no_grad()
+def test_order_on_psi(small: ODEViT, solver: str, splitting: str) -> None:
+    x = 2 * torch.randn(2, 6, 12, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    exact = integrate(small.psi.fields, x, 1.0, 512, "rk4", "parallel")
+    found = measured_order(small.psi.fields, x, exact, solver, splitting, steps=8 if solver == "rk4" else 32)
+    assert found == pytest.approx(order(solver, splitting), abs=0.35)
+
+
+@torch.no_grad()
+def test_trajectory_uses_any_steps_and_horizon(small: ODEViT) -> None:
+    x = torch.randn(2, 6, 12, dtype=torch.double)
+    points = list(small.trajectory(x, steps=5, horizon=1.5))
+    assert [p.step for p in points] == [1, 2, 3, 4, 5]
+    by_hand = x
+    for _ in range(5):
+        by_hand = by_hand + 0.3 * small.psi(by_hand)
+    torch.testing.assert_close(points[-1].state, by_hand)
+    torch.testing.assert_close(points[0].velocity, small.psi(x))
+
+
+def test_zeros_in_memory_mean_none_yet() -> None:
+    x = torch.randn(3, 4, 2, dtype=torch.double)
+    fields = (torch.sin, torch.cos)
+    fresh, _, kept = advance(fields, x, 0.1, [torch.zeros_like(x)], "ab2")
+    first, _, _ = advance(fields, x, 0.1, [], "ab2")
+    torch.testing.assert_close(fresh, first)
+    mixed = torch.stack([torch.zeros_like(x[0]), kept[0][1], kept[0][2]])
+    x_next, _, _ = advance(fields, x, 0.1, [mixed], "ab2")
+    second, _, _ = advance(fields, x, 0.1, kept, "ab2")
+    torch.testing.assert_close(x_next[0], first[0])
+    torch.testing.assert_close(x_next[1:], second[1:])
+
+
+def test_step_size_can_differ_by_image() -> None:
+    x, h = torch.randn(2, 3, 2), torch.tensor([0.1, 0.4]).view(-1, 1, 1)
+    for solver in SOLVERS:
+        for splitting in ("parallel", "strang"):
+            together, _, _ = advance((torch.sin, torch.cos), x, h, [], solver, splitting)
+            for i in range(2):
+                alone, _, _ = advance((torch.sin, torch.cos), x[i : i + 1], float(h[i]), [], solver, splitting)
+                torch.testing.assert_close(together[i : i + 1], alone)
+
+
+def test_the_cost_table_matches_the_solvers() -> None:
+    """Evaluations of psi a step, as the torch-free cost model has them, are those really made."""
+    assert set(bundle.SOLVERS) == set(SOLVERS)
+    assert set(bundle.SPLITTINGS) == {"parallel", *SPLITTINGS}
+    for solver, evaluations in bundle.SOLVERS.items():
+        calls = 0
+
+        def count(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return x
+
+        advance((count, torch.zeros_like), torch.ones(1, 1, 1), 0.1, [], solver)
+        assert calls == evaluations
+
+
+@pytest.mark.parametrize(("solver", "splitting"), PAIRS)
+def test_memories_are_as_many_as_said(solver: str, splitting: str) -> None:
+    _, _, kept = advance((torch.sin, torch.cos), torch.ones(1, 2, 2), 0.1, [], solver, splitting)
+    assert len(kept) == memories(solver, splitting)
