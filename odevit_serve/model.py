@@ -114,7 +114,7 @@ Result = Prediction | Failure
 
 
 @dataclass
-class _Item:
+class Item:
     """An input on its way: its place in the order, its name, and its pixels or what is wrong with it."""
 
     place: int
@@ -189,7 +189,7 @@ class Model(ABC):
             raise UsageError("give kappa or threshold, not both: they are one number")
         threshold = threshold if kappa is None else kappa
         run = self._run(
-            _Reader(sources, self.prepare),
+            Reader(sources, self.prepare),
             {"steps": steps, "max_steps": max_steps, "rule": rule, "threshold": threshold, "adaptive": adaptive},
             None if deadline_ms is None else deadline_ms / 1000,
             trace,
@@ -200,7 +200,7 @@ class Model(ABC):
     @abstractmethod
     def _run(
         self,
-        items: _Reader,
+        items: Reader,
         settings: dict[str, Any],
         deadline: float | None,
         trace: bool,
@@ -277,11 +277,11 @@ class BundleModel(Model):
         return Attention(step, self.graphs.maps(state[None])[0].reshape(-1, grid, grid))
 
     def _run(
-        self, items: _Reader, settings: dict[str, Any], deadline: float | None, trace: bool, attention: bool
+        self, items: Reader, settings: dict[str, Any], deadline: float | None, trace: bool, attention: bool
     ) -> Iterator[tuple[int, Result]]:
         depth = self.depth(**settings)
         slots, self._slots = self._slots or self.slots(), None  # its own: another stream may start before this one ends
-        waiting: dict[int, _Item] = {}
+        waiting: dict[int, Item] = {}
         while True:
             ready = items.take(slots.free, wait=not slots.active)
             good = [item for item in ready if item.pixels is not None]
@@ -373,7 +373,7 @@ class FileModel(Model):
         return feeds
 
     def _run(
-        self, items: _Reader, settings: dict[str, Any], deadline: float | None, trace: bool, attention: bool
+        self, items: Reader, settings: dict[str, Any], deadline: float | None, trace: bool, attention: bool
     ) -> Iterator[tuple[int, Result]]:
         if deadline is not None or trace:
             raise UsageError(f"{self.path.name} is one graph: a deadline or a trace needs the bundle it came from")
@@ -394,7 +394,7 @@ class FileModel(Model):
             for row, item in enumerate(good):
                 yield item.place, self._finish(item, {k: v[row] for k, v in outputs.items()}, seconds, bool(feeds))
 
-    def _finish(self, item: _Item, outputs: dict[str, Any], seconds: float, changed: bool) -> Result:
+    def _finish(self, item: Item, outputs: dict[str, Any], seconds: float, changed: bool) -> Result:
         logits = outputs["logits"]
         if not np.isfinite(logits).all():
             return Failure(item.source, f"{item.source}: the trajectory left the finite numbers")
@@ -462,14 +462,14 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class _Reader:
+class Reader:
     """Inputs read a little ahead of their use; with several of them, on threads (decoders let go of the lock)."""
 
     AHEAD, THREADS = 2 * CAPACITY, 2
 
     def __init__(self, sources: Iterable[Any], prepare: Any):
         self._sources, self._prepare = enumerate(sources), prepare
-        self._queue: deque[Future[_Item] | tuple[int, Any]] = deque()
+        self._queue: deque[Future[Item] | tuple[int, Any]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._exhausted = False
         self._fill(2)
@@ -478,10 +478,10 @@ class _Reader:
     def done(self) -> bool:
         return self._exhausted and not self._queue
 
-    def take(self, count: int, wait: bool) -> list[_Item]:
+    def take(self, count: int, wait: bool) -> list[Item]:
         """Up to `count` items that are ready, in order; with `wait`, at least one unless there are no more."""
         self._fill(self.AHEAD)
-        taken: list[_Item] = []
+        taken: list[Item] = []
         while self._queue and len(taken) < count:
             head = self._queue[0]
             if isinstance(head, Future):
@@ -511,13 +511,13 @@ class _Reader:
                         self._pool = ThreadPoolExecutor(self.THREADS)
                     self._queue.append(self._pool.submit(self._read, place, source))
 
-    def _read(self, place: int, source: Any) -> _Item:
+    def _read(self, place: int, source: Any) -> Item:
         began, name = time.monotonic(), images.describe(source)
         try:
             pixels = self._prepare(source)
         except UserError as error:
-            return _Item(place, name, message=str(error))
-        return _Item(place, name, pixels, seconds=time.monotonic() - began)
+            return Item(place, name, message=str(error))
+        return Item(place, name, pixels, seconds=time.monotonic() - began)
 
 
 def _in_order(results: Iterator[tuple[int, Result]]) -> Iterator[Result]:

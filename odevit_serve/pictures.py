@@ -69,13 +69,20 @@ class Panel:
     zero: bool = False  # let the axis start at nought
 
 
-def plot(panels: Sequence[Panel], title: str, x_label: str, width: int = 760, height: int = 230) -> Image.Image:
+def plot(
+    panels: Sequence[Panel],
+    title: str,
+    x_label: str,
+    x_range: tuple[float, float] | None = None,
+    width: int = 760,
+    height: int = 230,
+) -> Image.Image:
     """Panels above each other, drawn at twice the size and reduced, so that lines and letters are smooth."""
     full = Image.new("RGB", (2 * width, 2 * (44 + height * len(panels) + 34)), "white")
     draw = ImageDraw.Draw(full)
     draw.text((32, 28), title, INK, font=_font(32))
     values = [x for panel in panels for line in panel.lines for x in line.x]
-    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    low, high = x_range or ((min(values), max(values)) if values else (0.0, 1.0))
     if low == high:
         low, high = low - 0.5, high + 0.5
     for index, panel in enumerate(panels):
@@ -113,8 +120,9 @@ def _panel(
         _, y = place(x_range[0], tick)
         draw.line((left, y, right, y), GRID, 2)
         draw.text((left - 14, y), _label(tick), GREY, font=_font(22), anchor="rm")
+    whole = all(float(x).is_integer() for line in panel.lines for x in line.x)
     for tick in _ticks(x_range, 12):
-        if x_range[0] <= tick <= x_range[1]:
+        if x_range[0] <= tick <= x_range[1] and (tick.is_integer() or not whole):
             x, _ = place(tick, high)
             draw.line((x, bottom, x, bottom + 8), GREY, 2)
             draw.text((x, bottom + 12), _label(tick), GREY, font=_font(22), anchor="mt")
@@ -174,7 +182,7 @@ def _ticks(values: Sequence[float], count: int = 5) -> list[float]:
     power = 10 ** math.floor(math.log10(raw))
     step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(round(i * step, 12)) for i in range(first, last + 1)]
 
 
 def _log_ticks(values: Sequence[float]) -> list[float]:
@@ -204,4 +212,6 @@ def trace_plot(prediction: Prediction, kappa: float | None = None) -> Image.Imag
         Panel("velocity", [Line("speed", BLUE, steps, [s.speed for s in trace])], zero=True),
         Panel("growth of velocity", [Line("exponent", BLUE, steps, [s.exponent for s in trace])], level=(0.0, "")),
     ]
-    return plot(panels, f"{prediction.source}: {prediction.label}", "step", height=170)
+    return plot(
+        panels, f"{prediction.source}: {prediction.label}", "step", (0.0, float(prediction.full_steps)), height=170
+    )

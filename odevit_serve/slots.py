@@ -30,7 +30,7 @@ class Job:
     depth: Depth
     deadline: float = math.inf  # on the clock of the slots, time.monotonic unless told otherwise
     trace: bool = False  # keep the numbers of every step
-    keep: str = ""  # "last": keep the final state; "all": the state at every step, the start included
+    keep: str = ""  # "last": the final state; "all": the state at every step and at the start; "cls": its first row
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Outcome:
     exponent: float  # NaN after a single step
     seconds: float  # since it was admitted
     trace: tuple[Step, ...] = ()
-    states: tuple[Floats, ...] = ()  # [S*,D] each
+    states: tuple[Floats, ...] = ()  # [S*,D] each, or [D] when only CLS was kept
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,10 @@ class _Entry:
 
     @property
     def watched(self) -> bool:
-        return self.job.trace or self.job.keep == "all"
+        return self.job.trace or self.job.keep in ("all", "cls")
+
+    def take(self, state: Floats) -> None:
+        self.kept.append((state[0] if self.job.keep == "cls" else state).copy())
 
 
 class Slots:
@@ -138,7 +141,9 @@ class Slots:
             self._steps[row], self._max[row] = depth.steps, depth.max_steps
             self._threshold[row], self._lyapunov[row] = depth.threshold, depth.lyapunov
             self._settled[row], self._deadline[row] = depth.rule.reason, job.deadline
-            entry = _Entry(job, [], [self._states[self._side][row].copy()] if job.keep == "all" else [])
+            entry = _Entry(job, [], [])
+            if job.keep in ("all", "cls"):
+                entry.take(self._states[self._side][row])
             self._watched += entry.watched
             self._timed += job.deadline < math.inf
             self._entries.append(entry)
@@ -255,15 +260,15 @@ class Slots:
                         readings.logits[row].copy(),
                     )
                 )
-            if entry.job.keep == "all":
-                entry.kept.append(self._states[self._side][row].copy())
+            if entry.job.keep in ("all", "cls"):
+                entry.take(self._states[self._side][row])
 
     def _outcome(self, row: int, reason: ExitReason, readings: Readings, now: float) -> Outcome:
         entry, step = self._entries[row], int(readings.step[row])
         job = entry.job
         grown = dynamics.exponent(readings.speed[row], readings.first_speed[row], (step - 1) * job.depth.step_size)
         if job.keep == "last":
-            entry.kept.append(self._states[self._side][row].copy())
+            entry.take(self._states[self._side][row])
         return Outcome(
             job,
             step,

@@ -80,6 +80,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import info, predict, train  # noqa: E402  (commands register themselves on `app`)
+from . import calibrate, info, predict, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "info", "main", "predict", "require", "say", "train"]
+__all__ = ["app", "calibrate", "info", "main", "predict", "require", "say", "train"]
