@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from .. import bundle
 from ..errors import UserError
@@ -163,7 +163,7 @@ def fit(
     per_epoch = len(data)
     steppers = optimizers(objective, plan)
     rates = [scheduler(o, plan, plan.epochs * per_epoch) for o in steppers]
-    average = AveragedModel(objective.net, multi_avg_fn=get_ema_multi_avg_fn(plan.ema)) if plan.ema else None
+    average = AveragedModel(objective.net, multi_avg_fn=_ema(plan.ema)) if plan.ema else None
     state = Progress()
     checkpoint = folder / "last.pt"
     if checkpoint.exists():
@@ -230,6 +230,15 @@ def fit(
             break
     machine.wait_for_everyone()
     return state
+
+
+def _ema(decay: float) -> Callable[[Any, Any, Any], None]:
+    """Exponential average whose memory grows to `decay`, so that the first weights do not linger in a short run."""
+
+    def update(averaged: Any, current: Any, count: Any) -> None:
+        torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + float(count)) / (10 + float(count))))
+
+    return update
 
 
 def _weigh(terms: dict[str, Tensor], weights: dict[str, float], state: Progress) -> Tensor:

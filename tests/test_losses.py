@@ -1,0 +1,111 @@
+"""Losses on scenes whose value is known, and the bound on matrices whose norms are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.train import losses
+from odevit_serve.train.losses import LOSSES, Scene, Target, error_bound, jasmin_of_maps
+from odevit_serve.train.model import ODEViT
+from odevit_serve.train.recipe import Training, Weights
+
+
+@pytest.fixture
+def student() -> ODEViT:
+    torch.manual_seed(0)
+    return ODEViT(Config(Architecture(8, 4, 12, 3, 2.0, 4, 1), Integration(4.0, 4), Preprocessing((3, 8, 8))))
+
+
+def scene(student: ODEViT, states: list[torch.Tensor], schedule: dict[int, int], target: Target | None = None) -> Scene:
+    velocities = [torch.full_like(s, 0.5) for s in states]
+    labels = torch.tensor([1, 2])
+    return Scene(student, Training(label_smoothing=0.0), states, velocities, 0.25, labels, target, schedule)
+
+
+def constant(value: float) -> torch.Tensor:
+    return torch.full((2, 6, 12), value)
+
+
+def test_each_weight_of_a_recipe_names_a_loss() -> None:
+    assert {f.name for f in dataclasses.fields(Weights)} == set(LOSSES)
+
+
+def test_trajectory_is_the_mean_over_checkpoints_and_the_last_target_holds(student: ODEViT) -> None:
+    states = [constant(v) for v in (1.0, 2.0, 3.0, 5.0)]
+    target = Target({6: torch.zeros(2, 12), 12: torch.full((2, 12), 3.0)}, torch.zeros(2, 4))
+    # step 1 -> layer 6: 1; step 3 -> layer 12: 0; step 4 past the last checkpoint: (5 - 3)^2 = 4
+    assert LOSSES["trajectory"](scene(student, states, {1: 6, 3: 12}, target)).item() == pytest.approx(5 / 3)
+
+
+def test_patches_leave_cls_and_registers_out(student: ODEViT) -> None:
+    state = constant(2.0)
+    state[:, 0] = state[:, 5] = 100.0
+    target = Target({}, torch.zeros(2, 4), {12: torch.zeros(2, 4, 12)})
+    assert LOSSES["patches"](scene(student, [state], {1: 12}, target)).item() == pytest.approx(4.0)
+
+
+def test_jasmin_of_rows_worked_out_by_hand() -> None:
+    """Rows (0.5, 0.3, 0.2) and (0.4, 0.35, 0.25), rank 2: log(g1/g2) is larger for the first."""
+    maps = torch.tensor([[[[0.5, 0.3, 0.2], [0.25, 0.4, 0.35]]]])
+    g1, g2 = 0.5 * (1 - 0.5 + 0.3), 0.3 * (1 - 0.3 + 0.2)
+    assert jasmin_of_maps(maps, 2).item() == pytest.approx(math.log(g1 / g2))
+
+
+def test_jasmin_has_a_gradient(student: ODEViT) -> None:
+    states = [torch.randn(2, 6, 12) for _ in range(3)]
+    with torch.no_grad():
+        student.psi.attention.query.weight.mul_(5)
+    losses.jasmin(scene(student, states, {})).backward()
+    gradient = student.psi.attention.query.weight.grad
+    assert gradient is not None
+    assert gradient.abs().max() > 1e-4
+
+
+def test_answers_and_their_losses(student: ODEViT) -> None:
+    states = [torch.randn(2, 6, 12) for _ in range(3)]
+    teacher = torch.randn(2, 4)
+    view = scene(student, states, {3: 12}, Target({}, teacher))
+    answers = [student.head(s[:, 0]) for s in states]
+    torch.testing.assert_close(LOSSES["cross_entropy"](view), F.cross_entropy(answers[-1], view.labels))
+
+    def divergence(logits: torch.Tensor) -> torch.Tensor:
+        p, q = (teacher / 2).softmax(-1), (logits / 2).log_softmax(-1)
+        return 4 * (p * (p.log() - q)).sum(-1).mean()
+
+    torch.testing.assert_close(LOSSES["distillation"](view), divergence(answers[-1]))
+    expected = (1 * divergence(answers[0]) + 2 * divergence(answers[1])) / 3
+    torch.testing.assert_close(LOSSES["intermediate"](view), expected)
+
+
+def test_transport_and_steady_by_hand(student: ODEViT) -> None:
+    """Velocity 0.5 everywhere for 2 steps of 0.25: energy 0.5 * 0.25 * 2 * 0.25; end speed squared 0.25."""
+    view = scene(student, [constant(0.0)] * 2, {})
+    assert LOSSES["transport"](view).item() == pytest.approx(0.0625)
+    assert LOSSES["steady"](view).item() == pytest.approx(0.25)
+
+
+def test_unlabelled_images_have_no_cross_entropy(student: ODEViT) -> None:
+    view = dataclasses.replace(scene(student, [constant(1.0)], {}), labels=torch.tensor([1, -1]))
+    alone = dataclasses.replace(view, states=[constant(1.0)[:1]], labels=torch.tensor([1]))
+    torch.testing.assert_close(LOSSES["cross_entropy"](view), LOSSES["cross_entropy"](alone))
+
+
+def test_bound_of_matrices_with_known_norms(student: ODEViT) -> None:
+    """Orthonormal slices scaled by 2 (Q), 3 (K), 5 (V): |W_K W_Q^T| = 6, |W_V| = 5 in every head."""
+    attention = student.psi.attention
+    with torch.no_grad():
+        for matrix, norm in ((attention.query, 2.0), (attention.key, 3.0), (attention.value, 5.0)):
+            matrix.weight.copy_(norm * torch.eye(12))
+    radius, lipschitz, steps, d = 10.0, 0.5, 4, 4
+    curvature = radius**2 * 5 * (radius * 6 + d**0.5) / (steps**2 * d**0.5)
+    expected = (math.exp(lipschitz) - 1) / (2 * lipschitz * steps) * curvature
+    assert error_bound(student.psi, steps, radius, lipschitz) == pytest.approx(expected, rel=1e-5)
+    with torch.no_grad():
+        attention.value.weight[:4] *= 2  # one head is enough to raise it
+    assert error_bound(student.psi, steps, radius, lipschitz) == pytest.approx(2 * expected, rel=1e-5)
