@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 
-def parts(folder: str | os.PathLike[str], precision: str = "fp32") -> list[Path]:
-    """Write the stem, step and attention graphs of the bundle in `folder` into it, unchecked; the command checks them."""
+def parts(folder: str | os.PathLike[str]) -> list[Path]:
+    """Write the stem, step and attention graphs of the bundle in `folder` into it. The command checks them as well."""
     from .pieces import write_parts
 
-    return write_parts(Path(folder), precision)
+    return write_parts(Path(folder))
 
 
 __all__ = ["parts"]

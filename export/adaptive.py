@@ -13,16 +13,17 @@ import numpy as np
 import onnx
 
 from ..bundle import Config
+from ..dynamics import TINY
 from ..errors import UserError
 from ..exits import ExitReason, Measured
-from . import pieces
 from .graph import Folded
 from .onnx import assemble
+from .pieces import Pieces
 
 Array = np.ndarray[Any, Any]
 
 
-def adaptive(folded: Folded, config: Config, compact: bool = True) -> onnx.ModelProto:
+def adaptive(pieces: Pieces, config: Config, compact: bool = True) -> onnx.ModelProto:
     """The adaptive graph of a model with the exit policy of `config`.
 
     TensorRT wants the shapes a loop carries to stay the same; without `compact` they do, at the cost of computing rows
@@ -33,27 +34,34 @@ def adaptive(folded: Folded, config: Config, compact: bool = True) -> onnx.Model
             f"onnx-adaptive decides by the rule contraction, and this bundle was calibrated for {config.exit.rule}: "
             "calibrate it for contraction, or export onnx"
         )
-    parts = {"Stem": pieces.stem(folded), "Step": pieces.step(folded)}
-    return assemble(text(folded, config, compact), parts, tables(config))
+    parts = {"Stem": pieces.stem(), "Step": pieces.step()}
+    return assemble(text(pieces.folded, config, compact), parts, tables(config))
+
+
+def tabulate(config: Config) -> tuple[Array, Array]:
+    """Travel that is left after each step, and mean CLS speed of each; without calibration nothing ever contracts."""
+    own, measured = config.integration, Measured.of(config)
+    time = np.arange(1, own.steps + 1) * own.step_size
+    if measured is None:
+        return np.full(own.steps, np.inf), np.ones(own.steps)
+    mean = np.interp(time, measured.times[1:], measured.cls_speed) if len(measured.cls_speed) else np.ones(own.steps)
+    return np.interp(time, measured.times, measured.travel), np.maximum(mean, TINY)
 
 
 def tables(config: Config) -> dict[str, Array]:
-    """Per step: what is left to travel and what to divide a CLS speed by; without calibration nothing ever contracts."""
-    own, policy, measured = config.integration, config.exit, Measured.of(config)
+    """The numbers that the graph looks up, and its two optional inputs with their defaults."""
+    own, policy = config.integration, config.exit
+    travel, mean = tabulate(config)
     time = np.arange(1, own.steps + 1) * own.step_size
-    travel, mean = np.full(own.steps, np.inf), np.ones(own.steps)
-    if measured is not None:
-        travel = np.interp(time, measured.times, measured.travel)
-        if len(measured.cls_speed):
-            mean = np.interp(time, measured.times[1:], measured.cls_speed)
+    limit = policy.lyapunov if policy.travel and policy.lyapunov is not None else np.inf
     single = {
         "travel": travel / mean,
         "time": time,
-        "elapsed": np.maximum(time - own.step_size, 1e-30),  # the first step has growth 0, and exponent 0
+        "elapsed": np.maximum(time - own.step_size, TINY),  # the first step has growth 0, and exponent 0
         "kappa": np.array(policy.threshold),
         "step_size": np.array([own.step_size]),
-        "tiny": np.array(1e-30),
-        "lyapunov": np.array(np.inf if policy.lyapunov is None else max(policy.lyapunov, 1e-30)),
+        "tiny": np.array(TINY),
+        "lyapunov": np.array(max(limit, TINY)),
     }
     whole = {
         "max_steps": np.array(own.steps),

@@ -18,7 +18,13 @@ FAR = 1e30  # the margin of a model with a single class: there is no boundary
 
 
 class Matrix(nn.Module):
-    """x @ weight + bias, the weight stored the way ONNX multiplies."""
+    """x @ weight + bias, the weight stored the way ONNX multiplies.
+
+    `fused` writes it as one Gemm over all rows, which onnxruntime runs 3 to 10% faster on CPUs than MatMul and Add; the
+    quantised kernels want a MatMul.
+    """
+
+    fused = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -26,8 +32,11 @@ class Matrix(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return x @ self.weight
+        if not self.fused:
+            return x @ self.weight + self.bias
+        return torch.addmm(self.bias, x.flatten(0, 1), self.weight).unflatten(0, (x.shape[0], x.shape[1]))
 
 
 def fold(norm: CenterNorm, matrix: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -98,7 +107,9 @@ class FoldedMLP(nn.Module):
 class Folded(nn.Module):
     """All that the graphs are cut from. A state of S* rows is the state proper with what the solver remembers below."""
 
-    def __init__(self, model: ODEViT, integration: Integration | None = None, half: bool = False):
+    def __init__(
+        self, model: ODEViT, integration: Integration | None = None, half: bool = False, quantisable: bool = False
+    ):
         super().__init__()
         self.shape = model.config.architecture
         self.integration = integration or model.config.integration
@@ -109,6 +120,8 @@ class Folded(nn.Module):
         self.attention = FoldedAttention(model.psi.attention)
         self.mlp = FoldedMLP(model.psi.mlp)
         self.head = model.head
+        for matrix in (self.attention.project, self.mlp.up):
+            matrix.fused = not quantisable
         if half:  # psi alone: the state it is added to, the stem and the head lose nothing
             self.attention.half()
             self.mlp.half()

@@ -1,8 +1,8 @@
 """From torch modules to ONNX models: the exporter called once a piece, and pieces put together by name.
 
 `trace` gives a model cleaned of everything local. `assemble` takes a graph written in ONNX's own text form, in which a
-node like `state = piece.Stem (pixel_values)` stands for a traced piece, and puts the piece's nodes in its place. Weights
-go to the outermost graph, once, however often a piece is used.
+node like `state = piece.Stem (pixel_values)` stands for a traced piece, and puts the piece's nodes in its place.
+Weights go to the outermost graph, once, however often a piece is used.
 """
 
 from __future__ import annotations
@@ -108,8 +108,14 @@ def _lift_constants(graph: onnx.GraphProto) -> None:
             graph.initializer.append(tensor)
         else:
             kept.append(node)
-    del graph.node[:]
-    graph.node.extend(kept)
+    _replace(graph.node, kept)
+    stored = {tensor.name for tensor in graph.initializer}  # their shapes are told once, by the tensors themselves
+    _replace(graph.value_info, [value for value in graph.value_info if value.name not in stored])
+
+
+def _replace(field: Any, items: list[Any]) -> None:
+    del field[:]
+    field.extend(items)
 
 
 def assemble(
@@ -129,8 +135,7 @@ def assemble(
     for name, value in (constants or {}).items():
         graph.initializer.append(numpy_helper.from_array(value, name))
     _place(graph, pieces, "batch")
-    del model.opset_import[:]
-    model.opset_import.append(onnx.helper.make_opsetid("", OPSET))
+    _replace(model.opset_import, [onnx.helper.make_opsetid("", OPSET)])
     clean(model)
     return model
 
@@ -146,8 +151,7 @@ def _place(graph: onnx.GraphProto, pieces: Mapping[str, onnx.ModelProto], batch:
             graph.value_info.extend(shapes)
         else:
             nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    _replace(graph.node, nodes)
 
 
 def _instance(

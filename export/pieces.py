@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx
 import torch
+from torch import Tensor, nn
 
 from .. import bundle
 from ..train.model import ODEViT
@@ -15,46 +17,53 @@ from .onnx import trace, write_metadata
 STEP_OUTPUTS = ("next_state", "logits", "margin", "speed", "cls_speed")
 
 
-def images(folded: Folded, batch: int = 2) -> torch.Tensor:
-    shape = folded.shape
-    return torch.zeros(batch, shape.channels, shape.image_size, shape.image_size)
+class Pieces:
+    """Traces what it is asked for; `quantise` then makes matrices 8-bit and says how many it reached."""
+
+    def __init__(self, folded: Folded, quantise: Callable[[onnx.ModelProto], int] | None = None):
+        self.folded, self.quantise = folded, quantise
+        self.quantised: dict[str, int] = {}
+
+    def stem(self) -> onnx.ModelProto:
+        shape = self.folded.shape
+        images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size)
+        return trace(Stem(self.folded), {"pixel_values": images}, ["state"])
+
+    def step(self) -> onnx.ModelProto:
+        examples = {"state": self._state(), "step_size": torch.ones(2)}
+        return self._moving("step", Step(self.folded), examples, STEP_OUTPUTS)
+
+    def advance(self) -> onnx.ModelProto:
+        return self._moving("advance", Advance(self.folded), {"state": self._state()}, ["next_state"])
+
+    def answer(self, with_attention: bool) -> onnx.ModelProto:
+        outputs = ["logits", "cls_attention"] if with_attention else ["logits"]
+        return trace(Answer(self.folded, with_attention), {"state": self._state()}, outputs)
+
+    def attention(self) -> onnx.ModelProto:
+        return trace(ClsAttention(self.folded), {"state": self._state()}, ["cls_attention"])
+
+    def parts(self) -> dict[str, onnx.ModelProto]:
+        """File name -> graph."""
+        return {bundle.STEM: self.stem(), bundle.STEP: self.step(), bundle.ATTENTION: self.attention()}
+
+    def _state(self) -> Tensor:
+        return torch.zeros(2, self.folded.rows, self.folded.shape.width)
+
+    def _moving(
+        self, name: str, module: nn.Module, examples: dict[str, Tensor], outputs: Sequence[str]
+    ) -> onnx.ModelProto:
+        model = trace(module, examples, outputs)
+        if self.quantise is not None:
+            self.quantised[name] = self.quantise(model)
+        return model
 
 
-def _state(folded: Folded) -> torch.Tensor:
-    return torch.zeros(2, folded.rows, folded.shape.width)
-
-
-def stem(folded: Folded) -> onnx.ModelProto:
-    return trace(Stem(folded), {"pixel_values": images(folded)}, ["state"])
-
-
-def step(folded: Folded) -> onnx.ModelProto:
-    return trace(Step(folded), {"state": _state(folded), "step_size": torch.ones(2)}, STEP_OUTPUTS)
-
-
-def advance(folded: Folded) -> onnx.ModelProto:
-    return trace(Advance(folded), {"state": _state(folded)}, ["next_state"])
-
-
-def answer(folded: Folded, with_attention: bool) -> onnx.ModelProto:
-    outputs = ["logits", "cls_attention"] if with_attention else ["logits"]
-    return trace(Answer(folded, with_attention), {"state": _state(folded)}, outputs)
-
-
-def attention(folded: Folded) -> onnx.ModelProto:
-    return trace(ClsAttention(folded), {"state": _state(folded)}, ["cls_attention"])
-
-
-def part_graphs(folded: Folded) -> dict[str, onnx.ModelProto]:
-    """File name -> graph."""
-    return {bundle.STEM: stem(folded), bundle.STEP: step(folded), bundle.ATTENTION: attention(folded)}
-
-
-def write_parts(folder: Path, precision: str = "fp32") -> list[Path]:
+def write_parts(folder: Path) -> list[Path]:
     model = ODEViT.from_pretrained(folder)
-    graphs = part_graphs(Folded(model, half=precision == "fp16"))
+    graphs = Pieces(Folded(model)).parts()
     for name, graph in graphs.items():
-        write_metadata(graph, model.config, format="parts", part=name.removesuffix(".onnx"), precision=precision)
+        write_metadata(graph, model.config, format="parts", part=name.removesuffix(".onnx"), precision="fp32")
         with bundle.atomic(folder / name) as path:
             onnx.save(graph, path)
     return [folder / name for name in graphs]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import onnx
 
-from . import pieces
 from .graph import Folded
 from .onnx import assemble
+from .pieces import Pieces
 
 
-def unrolled(folded: Folded, with_attention: bool = False) -> onnx.ModelProto:
+def unrolled(pieces: Pieces, with_attention: bool = False) -> onnx.ModelProto:
     parts = {
-        "Stem": pieces.stem(folded),
-        "Advance": pieces.advance(folded),
-        "Answer": pieces.answer(folded, with_attention),
+        "Stem": pieces.stem(),
+        "Advance": pieces.advance(),
+        "Answer": pieces.answer(with_attention),
     }
-    return assemble(text(folded, with_attention), parts)
+    return assemble(text(pieces.folded, with_attention), parts)
 
 
 def text(folded: Folded, with_attention: bool) -> str:

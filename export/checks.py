@@ -1,0 +1,245 @@
+"""What an export must pass before a file is left behind. Each check either adds a line to the report or raises."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from google.protobuf.message import Message
+
+from ..bundle import METADATA_KEY, SOLVERS, Architecture, Config
+from ..errors import UserError
+from ..exits import ExitReason
+from ..session import open_session
+from ..train.model import ODEViT
+from .adaptive import tabulate
+from .onnx import every_graph
+
+BATCHES = (1, 3, 8)
+TOLERANCE = {"fp32": 1e-4, "fp16": 5e-2, "int8": float("inf")}  # int8 answers to agreement on images instead
+WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0}  # of psi; stem and head stay fp32
+NODE_BYTES = 6_000  # names and shapes of one evaluation of psi, generously
+FIXED_BYTES = 48_000  # the rest of the graph: rules, tables, bookkeeping
+Array = np.ndarray[Any, Any]
+Runner = Callable[[Array], Mapping[str, Array]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was checked: the number found and the number allowed."""
+
+    name: str
+    found: float | str
+    allowed: float | str
+
+    def __str__(self) -> str:
+        return f"{self.name} {_short(self.found)} (allowed {_short(self.allowed)})"
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}" if isinstance(value, float) else f"{value:,}"
+
+
+class CheckFailed(UserError):
+    """An export that is not the model it was made from, or not fit to be given away."""
+
+
+def expect(name: str, good: bool, found: float | str, allowed: float | str, hint: str = "") -> Check:
+    check = Check(name, found, allowed)
+    if not good:
+        raise CheckFailed(f"check failed, nothing was written: {check}{': ' + hint if hint else ''}")
+    return check
+
+
+def structure(model: onnx.ModelProto, opset: int) -> list[Check]:
+    """The ONNX checker, and the opset as it stands in the file."""
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise CheckFailed(f"check failed, nothing was written: the ONNX checker says {str(error)[:300]}") from None
+    found = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
+    return [Check("ONNX checker", "valid", "valid"), expect("opset", found == opset, found, opset)]
+
+
+def weight_bytes(shape: Architecture, precision: str) -> float:
+    """Size of all weights, each stored once."""
+    parameters = shape.parameters()
+    psi = parameters["psi"] - shape.registers * shape.width
+    return psi * WEIGHT_BYTES[precision] + 4.0 * (parameters["frozen"] + shape.registers * shape.width)
+
+
+def size(found: int, config: Config, precision: str, evaluations: int) -> Check:
+    """File size against the parameter count: nothing missing, nothing stored twice."""
+    weights = weight_bytes(config.architecture, precision)
+    metadata = 3 * len(config.to_json().encode())
+    most = int(1.05 * weights + NODE_BYTES * (1 + evaluations) + FIXED_BYTES + metadata)
+    least = int(0.9 * weights)
+    return expect("bytes", least <= found <= most, found, f"{least:,} to {most:,}")
+
+
+def evaluations(config: Config, steps: int) -> int:
+    """Evaluations of F and G, halved, that the graph spells out for so many steps."""
+    own = config.integration
+    return steps * SOLVERS[own.solver] * (2 if own.splitting == "strang" else 1)
+
+
+def privacy(model: onnx.ModelProto) -> Check:
+    """No path of this machine, user name or stack trace in any text of the file."""
+    labels = _labels(model)
+    for text in texts(model):
+        for what, found in _private(text, labels):
+            raise CheckFailed(f"check failed, nothing was written: the file would hold a {what}: {found[:80]!r}")
+    return Check("private text", "none", "none")
+
+
+def texts(message: Message) -> Iterator[str]:
+    """Every string in a protobuf message, weights left out."""
+    for field, value in message.ListFields():
+        if field.name in ("raw_data", "dims", "float_data", "int64_data", "int32_data", "double_data"):
+            continue
+        for item in value if field.is_repeated else [value]:
+            if isinstance(item, Message):
+                yield from texts(item)
+            elif isinstance(item, str):
+                yield item
+            elif isinstance(item, bytes):
+                yield item.decode("utf-8", "replace")
+
+
+TRACE = re.compile(r"Traceback \(most recent|File \"[^\"]+\", line \d+|\.pyc?[:\"'(]|site-packages")
+PATH = re.compile(
+    r"(?<![\w.:/])/(?:home|Users|root|tmp|var|usr|opt|mnt|etc|srv|data|work|workspace)/[\w.-]+|\b[A-Za-z]:\\\w+"
+)
+
+
+def _private(text: str, labels: set[str]) -> Iterator[tuple[str, str]]:
+    for what, pattern in (("stack trace", TRACE), ("local path", PATH)):
+        if match := pattern.search(text):
+            yield what, match.group()
+    for place in {os.getcwd(), str(Path.home()), sys.prefix}:
+        if len(place) > 1 and place in text:
+            yield "local path", place
+    user = _user()
+    if user and user not in labels and re.search(rf"(?<![\w-]){re.escape(user)}(?![\w-])", text):
+        yield "user name", user
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""
+
+
+def _labels(model: onnx.ModelProto) -> set[str]:
+    """Words that the model itself says and that a user may happen to be called."""
+    props = {entry.key: entry.value for entry in model.metadata_props}
+    words = set(props)
+    if METADATA_KEY in props:
+        config = Config.from_json(props[METADATA_KEY])
+        words |= {word for text in (*config.labels, config.name) for word in re.findall(r"[\w-]+", text)}
+    return words | {node.op_type for graph in every_graph(model.graph) for node in graph.node}
+
+
+def load(path: Path) -> tuple[Any, float]:
+    """An onnxruntime session of the file, and the seconds it took to open."""
+    began = time.perf_counter()
+    try:
+        session = open_session(path)
+    except UserError as error:
+        raise CheckFailed(f"check failed, nothing was written: {str(error).replace(str(path), 'the file')}") from None
+    return session, time.perf_counter() - began
+
+
+def values(expected: Runner, found: Runner, images: Callable[[int], Array], precision: str) -> list[Check]:
+    """Largest difference of every output from torch, at each batch size. Answers above 1 may differ in proportion."""
+    worst: dict[str, tuple[float, float, int]] = {}
+    for batch in BATCHES:
+        pixels = images(batch)
+        right, ours = expected(pixels), found(pixels)
+        for name, value in right.items():
+            if ours[name].shape != value.shape:
+                expect(f"shape of {name}", False, str(list(ours[name].shape)), str(list(value.shape)))
+            if not np.isfinite(ours[name]).all():
+                expect(f"{name} at batch {batch}", False, "not finite", "finite")
+            error = float(np.abs(ours[name] - value).max())
+            scale = max(1.0, float(np.abs(value).max()))
+            if error / scale >= worst.get(name, (-1.0, 1.0, 0))[0]:
+                worst[name] = (error / scale, scale, batch)
+    checks = []
+    for name, (error, scale, batch) in worst.items():
+        tolerance = TOLERANCE[precision]
+        checks.append(
+            expect(
+                f"{name} against torch, off by", error <= tolerance, error * scale, tolerance * scale, f"batch {batch}"
+            )
+        )
+    return checks
+
+
+def depths(config: Config, reference: Mapping[str, Array], found: Mapping[str, Array], batch: int) -> Check:
+    """Class and number of steps of each image, where rounding could not have decided otherwise."""
+    sure = reference["sure"]
+    wrong = sure & (
+        (reference["steps"] != found["steps"])
+        | (reference["exit_reason"] != found["exit_reason"])
+        | (reference["logits"].argmax(-1) != found["logits"].argmax(-1))
+    )
+    return expect(
+        f"images at batch {batch} that end differently from the runtime's rule", not wrong.any(), int(wrong.sum()), 0
+    )
+
+
+@torch.no_grad()
+def reference_depths(model: ODEViT, config: Config, pixels: Array, max_steps: int, kappa: float) -> dict[str, Array]:
+    """The trajectory in torch, ended by the rule as it is defined; `sure`: no threshold was within rounding."""
+    own, policy, count = config.integration, config.exit, len(pixels)
+    logits_end = np.zeros((count, config.architecture.classes), np.float32)
+    steps, reason, sure = np.zeros(count, np.int64), np.full(count, -1, np.int64), np.ones(count, bool)
+    travel, mean = tabulate(config)
+    first: Array | None = None
+    state = model.stem(torch.from_numpy(pixels))
+    for point in model.trajectory(state, own.steps, own.horizon, own.solver, own.splitting):
+        logits = model.answer(point.state).numpy()
+        speed = point.velocity.flatten(1).norm(dim=1).double().numpy()
+        first = speed if first is None else first
+        index, time_now = point.step - 1, point.step * own.step_size
+        left = (
+            travel[index] * point.velocity[:, 0].norm(dim=1).double().numpy() / mean[index]
+            if policy.cls_speed
+            else travel[index]
+        )
+        margin, reach = margins(logits, model.head.weight.numpy()), kappa * left
+        code = np.full(count, -1)
+        if point.step >= min(max_steps, own.steps):
+            code[:] = ExitReason.HORIZON if point.step == own.steps else ExitReason.BUDGET
+        close = np.abs(reach - margin) <= 1e-3 * margin
+        if policy.lyapunov is not None and policy.travel and point.step > 1:
+            periods = np.log(speed / first) / (index * own.step_size) * time_now
+            code[(periods > 0) & (periods >= policy.lyapunov)] = ExitReason.LYAPUNOV
+            close |= np.abs(periods - policy.lyapunov) <= 1e-3 * policy.lyapunov
+        code[reach <= margin] = ExitReason.CONTRACTED
+        running = reason < 0
+        sure &= ~(running & close)
+        ending = running & (code >= 0)
+        logits_end[ending], steps[ending], reason[ending] = logits[ending], point.step, code[ending]
+    return {"logits": logits_end, "steps": steps, "exit_reason": reason, "sure": sure}
+
+
+def margins(logits: Array, weight: Array) -> Array:
+    """Distance to the nearest decision boundary, from the definition."""
+    best = logits.argmax(-1)
+    distance = np.linalg.norm(weight[best][:, None] - weight[None], axis=-1)
+    gaps = (np.take_along_axis(logits, best[:, None], -1) - logits) / np.maximum(distance, 1e-6)
+    gaps[np.arange(len(best)), best] = np.inf
+    return np.asarray(gaps.min(-1))
