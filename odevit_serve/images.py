@@ -23,13 +23,14 @@ from .errors import UserError
 
 # Formats that Pillow decodes by itself: no Ghostscript, no file that refers to another.
 FORMATS = (
-    "JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "MPO", "ICO", "TGA", "QOI",
+    "JPEG", "PNG", "GIF", "WEBP", "BMP", "DIB", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA", "QOI",
 )  # fmt: skip
 SUFFIXES = frozenset(_SUFFIXES | {".avif", ".jp2", ".mpo", ".ico", ".tga", ".qoi", ".pnm", ".jfif"})
 MAX_PIXELS = 89_478_485  # Pillow's own line between a large picture and a decompression bomb
 MAX_BYTES = 512 * 2**20
-# Past the limit we raise an error of our own; Pillow's warning about the same would be a second voice.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+MAX_RESIZED = MAX_PIXELS // 4
+# What is wrong with a file is told in one sentence of our own; Pillow's warnings would be a second voice.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 RESAMPLING = {
     "nearest": Image.Resampling.NEAREST,
@@ -184,19 +185,28 @@ def view(picture: Image.Image, transform: Preprocessing) -> Image.Image:
     padding, box = _window(picture.size, transform, (width, height))
     if padding:
         return _fit(picture, transform, (width, height))
-    left, top = math.floor(box[0]), math.floor(box[1])
+    left, top = min(round(box[0]), picture.width - 1), min(round(box[1]), picture.height - 1)
     return picture.crop((left, top, max(left + 1, round(box[2])), max(top + 1, round(box[3]))))
 
 
 def _fit(picture: Image.Image, transform: Preprocessing, size: tuple[int, int]) -> Image.Image:
-    """Resize and centre-crop in one go: only the pixels that are kept are ever computed."""
+    """Resize and centre-crop, with borders where the picture does not fill the canvas."""
     padding, box = _window(picture.size, transform, size)
+    resized = _resized(picture.size, transform, size)
+    land = padding or (0, 0, *size)
+    inner = (land[2] - land[0], land[3] - land[1])
+    method = RESAMPLING[transform.interpolation]
+    if resized[0] * resized[1] <= MAX_RESIZED:
+        whole = picture if resized == picture.size else picture.resize(resized, method)
+        left, top = round(max(0, resized[0] - size[0]) / 2.0), round(max(0, resized[1] - size[1]) / 2.0)
+        part = whole.crop((left, top, left + inner[0], top + inner[1]))
+    else:  # a strip that would take gigabytes on its way: compute only what is kept, at the price of a few grey levels
+        part = picture.resize(inner, method, box=box)
     if not padding:
-        return picture.resize(size, RESAMPLING[transform.interpolation], box=box)
-    inner = (padding[2] - padding[0], padding[3] - padding[1])
+        return part
     fill = tuple(round(255 * m) for m in transform.mean) if transform.crop_mode == "border" else (0, 0, 0)
     canvas = Image.new(picture.mode, size, fill if picture.mode == "RGB" else fill[0])
-    canvas.paste(picture.resize(inner, RESAMPLING[transform.interpolation], box=box), padding[:2])
+    canvas.paste(part, padding[:2])
     return canvas
 
 
