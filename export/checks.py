@@ -78,9 +78,9 @@ def weight_bytes(shape: Architecture, precision: str) -> float:
     return psi * WEIGHT_BYTES[precision] + 4.0 * (parameters["frozen"] + shape.registers * shape.width)
 
 
-def size(found: int, config: Config, precision: str, evaluations: int) -> Check:
+def size(found: int, config: Config, precision: str, evaluations: int, extra: float = 0.0) -> Check:
     """File size against the parameter count: nothing missing, nothing stored twice."""
-    weights = weight_bytes(config.architecture, precision)
+    weights = weight_bytes(config.architecture, precision) + extra
     metadata = 3 * len(config.to_json().encode())
     most = int(1.05 * weights + NODE_BYTES * (1 + evaluations) + FIXED_BYTES + metadata)
     least = int(0.9 * weights)
@@ -187,7 +187,7 @@ def values(expected: Runner, found: Runner, images: Callable[[int], Array], prec
     return checks
 
 
-def depths(config: Config, reference: Mapping[str, Array], found: Mapping[str, Array], batch: int) -> Check:
+def depths(reference: Mapping[str, Array], found: Mapping[str, Array], batch: int) -> Check:
     """Class and number of steps of each image, where rounding could not have decided otherwise."""
     sure = reference["sure"]
     wrong = sure & (

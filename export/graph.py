@@ -66,21 +66,19 @@ class FoldedAttention(nn.Module):
         return product - 0.5 * k.square().sum(-1).unsqueeze(-2) if self.tied else product
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.project(x).unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
-        parts = parts.permute(2, 0, 3, 1, 4)  # [B,S,3,H,d] -> [3,B,H,S,d]
+        parts = self._split(x)
         q, k, v = parts[0], parts[-2], parts[-1]
         mixed = self.scores(q, k).softmax(-1) @ v
         return self.output(mixed.transpose(1, 2).flatten(2))  # [B,H,S,d] -> [B,S,D]
 
     def cls_map(self, x: Tensor) -> Tensor:
         """How much CLS looks at every token: [B,H,S]."""
-        width = x.shape[-1]
-        assert self.project.bias is not None
-        weight, bias = self.project.weight, self.project.bias
-        queries, keys = slice(0, width), slice(-2 * width, -width)
-        q = (x[:, :1] @ weight[:, queries] + bias[queries]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        k = (x @ weight[:, keys] + bias[keys]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return self.scores(q, k).softmax(-1)[:, :, 0]
+        parts = self._split(x)
+        return self.scores(parts[0][:, :, :1], parts[-2]).softmax(-1)[:, :, 0]
+
+    def _split(self, x: Tensor) -> Tensor:
+        parts = self.project(x).unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
+        return parts.permute(2, 0, 3, 1, 4)  # [B,S,3,H,d] -> [3,B,H,S,d]: q, k, v, or k, v where q is k
 
 
 class FoldedMLP(nn.Module):

@@ -127,26 +127,42 @@ def assemble(
     header = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "piece" : 1]>\n'
     model = onnx.parser.parse_model(header + text)
     graph = model.graph
-    for name, piece in pieces.items():
-        for tensor in piece.graph.initializer:
-            copy = graph.initializer.add()
-            copy.CopyFrom(tensor)
-            copy.name = f"{name}.{tensor.name}"
+    stored = _store(graph, pieces)
     for name, value in (constants or {}).items():
         graph.initializer.append(numpy_helper.from_array(value, name))
-    _place(graph, pieces, "batch")
+    _place(graph, pieces, stored, "batch")
     _replace(model.opset_import, [onnx.helper.make_opsetid("", OPSET)])
     clean(model)
     return model
 
 
-def _place(graph: onnx.GraphProto, pieces: Mapping[str, onnx.ModelProto], batch: str) -> None:
+def _store(graph: onnx.GraphProto, pieces: Mapping[str, onnx.ModelProto]) -> dict[tuple[str, str], str]:
+    """Put the weights of all pieces into the graph, equal ones once: (piece, name there) -> name here."""
+    stored: dict[tuple[str, str], str] = {}
+    known: dict[tuple[int, tuple[int, ...], bytes], str] = {}
+    for name, piece in pieces.items():
+        for tensor in piece.graph.initializer:
+            content = (tensor.data_type, tuple(tensor.dims), numpy_helper.to_array(tensor).tobytes())
+            if content not in known:
+                known[content] = f"{name}.{tensor.name}"
+                copy = graph.initializer.add()
+                copy.CopyFrom(tensor)
+                copy.name = known[content]
+            stored[name, tensor.name] = known[content]
+    return stored
+
+
+def _place(
+    graph: onnx.GraphProto, pieces: Mapping[str, onnx.ModelProto], stored: Mapping[tuple[str, str], str], batch: str
+) -> None:
     nodes: list[onnx.NodeProto] = []
     for index, node in enumerate(graph.node):
         for inner in subgraphs(node):
-            _place(inner, pieces, "active")  # the rows inside a loop are not those of the whole batch
+            _place(inner, pieces, stored, "active")  # the rows inside a loop are not those of the whole batch
         if node.domain == "piece":
-            added, shapes = _instance(node, pieces[node.op_type].graph, f"{node.op_type}{index}", batch)
+            piece = pieces[node.op_type].graph
+            weights = {tensor.name: stored[node.op_type, tensor.name] for tensor in piece.initializer}
+            added, shapes = _instance(node, piece, weights, f"{node.op_type}{index}", batch)
             nodes.extend(added)
             graph.value_info.extend(shapes)
         else:
@@ -155,11 +171,10 @@ def _place(graph: onnx.GraphProto, pieces: Mapping[str, onnx.ModelProto], batch:
 
 
 def _instance(
-    call: onnx.NodeProto, piece: onnx.GraphProto, prefix: str, batch: str
+    call: onnx.NodeProto, piece: onnx.GraphProto, weights: dict[str, str], prefix: str, batch: str
 ) -> tuple[list[onnx.NodeProto], list[onnx.ValueInfoProto]]:
     """Nodes and shapes of one use of a piece, its inputs and outputs bound to those of the placeholder node."""
-    names = {tensor.name: f"{call.op_type}.{tensor.name}" for tensor in piece.initializer}
-    names |= {own.name: given for own, given in zip(piece.input, call.input)}
+    names = weights | {own.name: given for own, given in zip(piece.input, call.input)}
     names |= {own.name: given for own, given in zip(piece.output, call.output)}
     rename = lambda name: names.get(name, f"{prefix}.{name}") if name else ""  # noqa: E731
     nodes, shapes = [], []

@@ -23,6 +23,7 @@ from ..bundle import SOLVERS, Config
 from ..errors import UsageError
 from .checks import Check, expect
 from .graph import Folded
+from .onnx import every_graph
 
 PRECISIONS = ("fp32", "fp16", "int8")
 MATRICES = ("attention.project", "attention.output", "mlp.up", "mlp.down")
@@ -133,6 +134,15 @@ def quantise(model: onnx.ModelProto, seen: Ranges, symmetric: bool = False) -> i
     del graph.node[:]
     graph.node.extend([*dequantised, *nodes])
     return count
+
+
+def count(model: onnx.ModelProto) -> int:
+    """Matrix products in a finished graph, loops included, that read an 8-bit weight."""
+    found = 0
+    for graph in every_graph(model.graph):
+        dequantised = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
+        found += sum(node.op_type == "MatMul" and set(node.input) <= dequantised for node in graph.node)
+    return found
 
 
 def _dequantised(name: str) -> str:

@@ -27,6 +27,7 @@ EXTRAS = {  # extra -> the modules that show whether it is installed
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx",),
     "plot": ("matplotlib",),
+    "triton": ("tritonclient",),
 }
 
 
@@ -80,6 +81,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import calibrate, info, predict, train  # noqa: E402  (commands register themselves on `app`)
+from . import calibrate, export, info, predict, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "calibrate", "info", "main", "predict", "require", "say", "train"]
+__all__ = ["app", "calibrate", "export", "info", "main", "predict", "require", "say", "train"]
