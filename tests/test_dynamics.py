@@ -62,23 +62,24 @@ def test_exponent_edges() -> None:
 def test_free_exponent_of_psi_equals_the_tangent_one() -> None:
     """Carry v(0) by JVPs along the trajectory (the exact finite-time exponent in that direction) and compare."""
     torch = pytest.importorskip("torch")
-    model = tiny_model().double()
-    images = torch.randn(6, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = (
+        tiny_model(attention="l2", convolution=0).double().requires_grad_(False)
+    )  # torch has no JVP of its fused dot attention
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     errors = []
-    for steps in (100, 200):
+    for steps in (40, 80):
         h, horizon = 4.0 / steps, 4.0
         x = model.stem(images)
         first = tangent = model.psi(x)
         for _ in range(steps):
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), torch.no_grad():
-                velocity, change = torch.func.jvp(model.psi, (x,), (tangent,))
+            velocity, change = torch.func.jvp(model.psi, (x,), (tangent,))
             x, tangent = x + h * velocity, tangent + h * change
         size = lambda v: v.flatten(1).norm(dim=1).detach().numpy()  # noqa: E731
         exact = dynamics.exponent(size(tangent), size(first), horizon)
         free = dynamics.exponent(size(model.psi(x)), size(first), horizon)
         assert np.abs(exact).max() > 0.03  # there is something to measure
         errors.append(np.abs(free - exact).max())
-    assert errors[0] < 2e-3
+    assert errors[0] < 6e-3
     assert errors[1] < 0.6 * errors[0]  # they differ by the step only: half the step, half the error
 
 

@@ -109,7 +109,8 @@ def test_decide_follows_the_definition(rows: list[dict[str, Any]]) -> None:
             previous_logits=np.zeros((n, 2)), margin=np.zeros(n), speed=column["speed"], first_speed=column["first"],
             cls_speed=np.ones(n), previous_cls_speed=np.ones(n), unchanged=np.zeros(n),
         ),
-        column["score"], column["threshold"], column["lyapunov"], column["late"], column["max_steps"], column["settled"],
+        column["score"], column["threshold"], column["lyapunov"], column["late"], column["max_steps"],
+        column["settled"],
     )  # fmt: skip
     assert got.tolist() == [plain_reason(row) for row in rows]
 
