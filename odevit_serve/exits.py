@@ -260,7 +260,7 @@ def resolve(
     limit = policy.lyapunov if chosen.contracts and policy.lyapunov is not None else math.inf
     proof = policy.calibration
     proven = proof is not None and (proof.steps, proof.horizon, policy.rule) == (steps, own.horizon, chosen.name)
-    guaranteed = chosen.name == "fixed" or (proven and threshold == policy.threshold and budget == steps)
+    guaranteed = budget == steps and (chosen.name == "fixed" or (proven and threshold == policy.threshold))
     return Depth(steps, own.horizon / steps, budget, chosen, threshold, limit, guaranteed)
 
 

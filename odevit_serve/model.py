@@ -249,7 +249,7 @@ class BundleModel(Model):
             outcome.reason,
             outcome.margin,
             _number(outcome.exponent),
-            depth.guaranteed,
+            depth.guaranteed and outcome.reason is not ExitReason.DEADLINE,
             source,
             read_seconds,
             outcome.seconds,
