@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
@@ -124,8 +125,11 @@ def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int |
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    """What onnxruntime says, less its error numbers and the places in its own source."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
+    text = re.sub(r"^Load model from .* failed:", "", text)
+    return re.sub(r"^/onnxruntime_src.*\) ", "", text).strip()[:300]
 
 
 def _signature(values: list[Any]) -> dict[str, list[Any]]:

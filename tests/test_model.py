@@ -1,180 +1,243 @@
-"""The model: shapes, CenterNorm, initialisation, attention maps, saving."""
+"""`load` and `predict`: every form of input, order, bad ones among good ones, bundles and single files."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
+from PIL import Image
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
-from odevit_serve.errors import UserError
-from odevit_serve.train.model import Attention, CenterNorm, ODEViT
+import odevit_serve
+from odevit_serve import Failure, Prediction, exits, load
+from odevit_serve.errors import UsageError, UserError
+from odevit_serve.exits import ExitReason
+from odevit_serve.model import CAPACITY, BundleModel, FileModel, Reader
 
-
-def make(seed: int = 0, **changes: object) -> ODEViT:
-    torch.manual_seed(seed)
-    shape = Architecture(16, 4, 24, 3, 2.0, 5, 2, **changes)  # type: ignore[arg-type]
-    return ODEViT(Config(shape, Integration(3.0, 3), Preprocessing((3, 16, 16)))).eval()
+ARRAYS = [np.random.default_rng(i).integers(0, 256, (20 + i, 30, 3), dtype=np.uint8) for i in range(40)]
 
 
-@settings(max_examples=25, deadline=None)
-@given(width=st.integers(2, 40), outputs=st.integers(1, 20), seed=st.integers(0, 10**6))
-def test_folding_center_norm_changes_nothing(width: int, outputs: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    norm = CenterNorm(width).double()
-    norm.weight.data = torch.randn(width, generator=generator, dtype=torch.double)
-    norm.bias.data = torch.randn(width, generator=generator, dtype=torch.double)
-    matrix = torch.randn(outputs, width, generator=generator, dtype=torch.double)
-    x = 10 * torch.randn(4, width, generator=generator, dtype=torch.double)
-    weight, bias = norm.fold(matrix)
-    torch.testing.assert_close(x @ weight.T + bias, norm(x) @ matrix.T)
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> BundleModel:
+    loaded = load(tiny_bundle)
+    assert isinstance(loaded, BundleModel)
+    return loaded
 
 
-def test_center_norm_by_hand() -> None:
-    """D/(D-1) (x - mean): for x = (1, 2, 6), mean 3, factor 1.5."""
-    torch.testing.assert_close(CenterNorm(3)(torch.tensor([1.0, 2.0, 6.0])), torch.tensor([-3.0, -1.5, 4.5]))
+@pytest.fixture(scope="module")
+def files(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    job = pytest.importorskip("odevit_serve.export.job")
+    folder = tmp_path_factory.mktemp("files")
+    made = {}
+    for kind in ("onnx", "onnx-adaptive"):
+        made[kind] = folder / f"{kind}.onnx"
+        settings = job.Settings(format=kind, output=str(made[kind]), with_attention=kind == "onnx")
+        job.export(str(tiny_bundle), settings)
+    return made
 
 
-@pytest.mark.parametrize("kind", ["dot", "l2"])
-def test_every_projection_starts_with_spectral_norm_one(kind: str) -> None:
-    model = make(attention=kind)
-    attention, mlp = model.psi.attention, model.psi.mlp
-    matrices = [attention.query, attention.key, attention.value, attention.output, mlp.up, mlp.down, model.patch]
-    for module in matrices:
-        norm = torch.linalg.matrix_norm(module.weight.flatten(1), 2)
-        assert norm.item() == pytest.approx(1.0, abs=1e-5)
-    assert all(m.bias is None for m in matrices[:-1])
+def test_every_form_gives_the_same_answer(model: BundleModel, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.fromarray(ARRAYS[0]).save(path)
+    data = path.read_bytes()
+    forms = [path, str(path), data, bytearray(data), io.BytesIO(data), Image.open(path), ARRAYS[0], ARRAYS[0] / 255]
+    answers = [model.predict(form) for form in forms]
+    assert all(isinstance(answer, Prediction) for answer in answers)
+    assert len({(a.label, a.steps, a.exit, round(a.probability, 5)) for a in answers}) == 1
+    many = model.predict(forms[:2] + forms[6:])
+    assert [m.steps for m in many] == [answers[0].steps] * 4
+    assert len(model.predict(np.stack([ARRAYS[0]] * 3))) == 3
+    assert model.predict([]) == []
 
 
-def test_parameters_and_macs_are_those_counted_by_hand() -> None:
-    for changes in ({}, {"convolution": 3}, {"attention": "l2"}):
-        model = make(**changes)
-        counted = model.config.architecture.parameters()
-        model.freeze_copied()
-        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == counted["psi"]
-        assert sum(p.numel() for p in model.parameters() if not p.requires_grad) == counted["frozen"]
+def test_prediction(model: BundleModel) -> None:
+    answer = model.predict(ARRAYS[1], trace=True, attention=True)
+    assert answer.label == model.labels[answer.index] == answer.top(1)[0][0]
+    assert answer.probabilities.sum() == pytest.approx(1)
+    values = [value for _, value in answer.top(99)]
+    assert values == sorted(values, reverse=True)
+    assert len(values) == 5
+    assert 1 <= answer.steps <= answer.full_steps == 8
+    assert answer.exit is ExitReason.CONTRACTED
+    assert answer.margin > 0
+    assert answer.compute_seconds > 0
+    assert [s.step for s in answer.trace] == list(range(1, answer.steps + 1))
+    assert answer.trace[-1].probability == pytest.approx(answer.probability, abs=1e-5)
+    assert answer.attention.heads.shape == (3, 4, 4)
+    plain = answer.to_dict(2)
+    assert plain["exit"] == "contracted"
+    assert len(plain["top"]) == 2
+    import json
+
+    json.dumps(plain, allow_nan=False)
 
 
-def test_macs_match_torchs_own_counter() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = make(convolution=3)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.randn(1, 3, 16, 16))
-    assert counter.get_total_flops() == 2 * model.config.integration.macs(model.config.architecture) - (
-        2 * 2 * 24 * 5  # torch answers once, at the end; the runtime does after every one of the 3 steps
-    )
+def test_many_come_back_in_order(model: BundleModel) -> None:
+    alone = [model.predict(array) for array in ARRAYS]
+    together = model.predict(ARRAYS)
+    assert [(a.index, a.steps) for a in together] == [(a.index, a.steps) for a in alone]
+    assert len({a.steps for a in alone}) > 2
 
 
-@pytest.mark.parametrize("kind", ["dot", "l2"])
-@torch.no_grad()
-def test_attention_is_its_maps_times_the_values(kind: str) -> None:
-    attention = Attention(Architecture(16, 4, 24, 3, attention=kind))
-    for matrix in (attention.query, attention.key, attention.value):
-        matrix.weight.mul_(3)
-    x = torch.randn(2, 17, 24)
-    maps = attention.maps(x)
-    assert maps.shape == (2, 3, 17, 17)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 17))
-    mixed = maps @ attention.split(attention.value(attention.norm(x)))
-    torch.testing.assert_close(attention(x), attention.output(mixed.transpose(1, 2).flatten(2)), atol=1e-5, rtol=1e-4)
+def test_bad_among_good(model: BundleModel, tmp_path: Path) -> None:
+    (tmp_path / "bad.jpg").write_bytes(b"nothing")
+    sources = [ARRAYS[0], tmp_path / "bad.jpg", tmp_path / "none.png", ARRAYS[1], np.full((4, 4, 3), np.nan), tmp_path]
+    got = model.predict(sources, errors="return")
+    assert [isinstance(r, Failure) for r in got] == [False, True, True, False, True, True]
+    assert "not a picture" in got[1].message
+    assert got[3].steps == model.predict(ARRAYS[1]).steps
+    with pytest.raises(UserError, match=r"bad\.jpg is not a picture"):
+        model.predict(sources)
+    with pytest.raises(UserError, match="does not exist"):
+        model.predict(tmp_path / "none.png")
 
 
-@torch.no_grad()
-def test_l2_attention_by_brute_force() -> None:
-    attention = Attention(Architecture(16, 4, 24, 3, attention="l2"))
-    attention.query.weight.mul_(4)
-    x = torch.randn(1, 5, 24)
-    q = attention.split(attention.query(attention.norm(x)))
-    distance = (q.unsqueeze(-2) - q.unsqueeze(-3)).square().sum(-1)
-    torch.testing.assert_close(attention.maps(x), (-distance / 8**0.5).softmax(-1), atol=1e-5, rtol=1e-4)
+def test_settings(model: BundleModel) -> None:
+    full = model.predict(ARRAYS[2], adaptive=False)
+    assert (full.steps, full.exit, full.guaranteed) == (8, ExitReason.HORIZON, True)
+    short = model.predict(ARRAYS[2], max_steps=2, adaptive=False)
+    assert (short.steps, short.full_steps, short.exit) == (2, 8, ExitReason.BUDGET)
+    fine = model.predict(ARRAYS[2], steps=32, adaptive=False)
+    assert (fine.steps, fine.full_steps) == (32, 32)
+    assert np.abs(fine.probabilities - full.probabilities).max() < 0.1
+    assert model.predict(ARRAYS[2], kappa=0).steps == 1
+    assert model.predict(ARRAYS[2], kappa=1e9).steps == 8
+    settled = model.predict(ARRAYS[2], rule="confidence", threshold=0.2)
+    assert settled.exit is ExitReason.SETTLED
+    late = model.predict(ARRAYS[2], deadline_ms=0, adaptive=False)
+    assert (late.steps, late.exit) == (1, ExitReason.DEADLINE)
+    for settings, words in (({"kappa": -1}, "not -1"), ({"kappa": 1, "threshold": 1}, "one number")):
+        with pytest.raises(UsageError, match=words):
+            model.predict(ARRAYS[2], **settings)
+    with pytest.raises(UsageError, match="errors must be"):
+        model.predict(ARRAYS[2], errors="ignore")
 
 
-@torch.no_grad()
-def test_cls_attention_looks_at_patches_only() -> None:
-    model = make()
-    x = model.stem(torch.randn(2, 3, 16, 16))
-    maps = model.cls_attention(x)
-    assert maps.shape == (2, 3, 16)
-    torch.testing.assert_close(maps, model.psi.attention.maps(x)[:, :, 0, 1:17])
+def test_a_registered_rule_reaches_predict(model: BundleModel) -> None:
+    @odevit_serve.rule("third step")
+    def third(readings: odevit_serve.Readings) -> np.ndarray:
+        return readings.step.astype(float)
+
+    try:
+        assert model.predict(ARRAYS[0], rule="third step", threshold=3).steps == 3
+    finally:
+        del exits.RULES["third step"]
 
 
-@torch.no_grad()
-def test_the_stem_orders_tokens_and_gives_registers_no_position() -> None:
-    model = make()
-    x = model.stem(torch.randn(1, 3, 16, 16))
-    assert x.shape == (1, 19, 24)
-    torch.testing.assert_close(x[0, 0], model.cls[0, 0] + model.position[0, 0])
-    torch.testing.assert_close(x[:, 17:], model.registers)
+def test_attention_at_any_step_equals_torch(model: BundleModel, tiny_bundle: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from odevit_serve.train.model import ODEViT
 
-
-@torch.no_grad()
-def test_the_convolution_mixes_neighbours_and_leaves_cls_and_registers_alone() -> None:
-    mlp = make(convolution=3).psi.mlp
-    assert isinstance(mlp.mix, nn.Conv2d)
-    x = torch.randn(1, 19, 48)
-    torch.testing.assert_close(mlp.spread(x), x)  # starts as the identity
-    mlp.mix.weight.normal_()
-    y = mlp.spread(x)
-    torch.testing.assert_close(y[:, [0, 17, 18]], x[:, [0, 17, 18]])
-    moved = x.clone()
-    moved[0, 1 + 5] += 1  # the patch in row 1, column 1 of a 4 x 4 grid
-    changed = (mlp.spread(moved) - y).abs().sum(-1)[0] > 1e-6
-    assert changed.nonzero().flatten().tolist() == [1 + 4 * r + c for r in range(3) for c in range(3)]
-
-
-@pytest.mark.parametrize("kind", ["dot", "l2"])
-@torch.no_grad()
-def test_save_and_load_is_the_identity(tmp_path: Path, kind: str) -> None:
-    model = make(attention=kind)
-    model.save_pretrained(tmp_path / "a")
-    again = ODEViT.from_pretrained(tmp_path / "a")
-    assert again.config == model.config
-    pixels = torch.randn(2, 3, 16, 16)
-    torch.testing.assert_close(again(pixels), model(pixels), rtol=0, atol=0)
-    model.save_pretrained(tmp_path / "b", half=True)
-    rounded = ODEViT.from_pretrained(tmp_path / "b")
-    torch.testing.assert_close(rounded(pixels), model(pixels), rtol=0, atol=0.01)
-    assert (tmp_path / "b" / "model.safetensors").stat().st_size < 0.7 * (tmp_path / "a" / "model.safetensors").stat().st_size
-
-
-def test_damaged_bundles_are_told_in_one_sentence(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    model = make()
-    model.save_pretrained(folder)
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-        ODEViT.from_pretrained(folder)
-    weights.unlink()
-    with pytest.raises(UserError, match=r"has no model\.safetensors"):
-        ODEViT.from_pretrained(folder)
-    weights.write_bytes(whole)
-    data = json.loads((folder / "config.json").read_text())
-    data["architecture"]["mlp_ratio"] = 3.0
-    (folder / "config.json").write_text(json.dumps(data))
-    with pytest.raises(UserError, match=r"shape \[48, 24\], config.json says \[72, 24\]|\[24, 48\].*\[24, 72\]"):
-        ODEViT.from_pretrained(folder)
-
-
-def test_only_psi_and_registers_are_left_trainable() -> None:
-    model = make()
-    model.freeze_copied()
-    assert {n.split(".")[0] for n, p in model.named_parameters() if p.requires_grad} == {"psi", "registers"}
-
-
-def test_settings_at_call_time_override_the_bundles(tmp_path: Path) -> None:
-    model = make()
-    pixels = torch.randn(1, 3, 16, 16)
-    own = dataclasses.replace(model.config.integration, steps=7, horizon=2.0, solver="heun", splitting="strang")
+    reference = ODEViT.from_pretrained(tiny_bundle)
     with torch.no_grad():
-        asked = model(pixels, steps=7, horizon=2.0, solver="heun", splitting="strang")
-        model.config = model.config.replace(integration=own)
-        torch.testing.assert_close(model(pixels), asked, rtol=0, atol=0)
+        x = reference.stem(torch.from_numpy(model.prepare(ARRAYS[3])[None]))
+        states = [x, *(point.state for point in reference.trajectory(x))]
+        expected = [reference.cls_attention(state)[0].reshape(3, 4, 4).numpy() for state in states]
+    for step in (0, 1, 5, 8):
+        got = model.attention(ARRAYS[3], step=step)
+        assert got.step == step
+        assert np.abs(got.heads - expected[step]).max() < 1e-5
+        assert np.allclose(got.mean, got.heads.mean(0))
+    assert [a.step for a in model.attention_steps(ARRAYS[3])] == list(range(9))
+    last = model.attention(ARRAYS[3])
+    assert last.step == model.predict(ARRAYS[3]).steps
+    assert np.abs(last.heads - expected[last.step]).max() < 1e-5
+    with pytest.raises(UsageError, match="between 0 and 8, not 9"):
+        model.attention(ARRAYS[3], step=9)
+    with pytest.raises(UserError, match="does not exist"):
+        model.attention("none.png")
+
+
+def test_streams_hold_only_what_is_on_its_way(model: BundleModel) -> None:
+    """A generator of 2,000 images is never read further ahead than a fixed number."""
+    drawn, most, given = 0, 0, 0
+
+    def source() -> Iterator[np.ndarray]:
+        nonlocal drawn
+        for i in range(2000):
+            drawn += 1
+            yield ARRAYS[i % len(ARRAYS)]
+
+    for result in model.stream(source()):
+        assert isinstance(result, Prediction)
+        given += 1
+        most = max(most, drawn - given)
+    assert given == 2000
+    assert most <= Reader.AHEAD + 9 * CAPACITY
+
+
+def test_streams_may_interleave(model: BundleModel) -> None:
+    first, second = model.stream(ARRAYS), model.stream(ARRAYS[::-1])
+    pairs = list(zip(first, second))
+    assert [a.steps for a, _ in pairs] == [b.steps for _, b in pairs][::-1]
+    left = model.stream(ARRAYS)
+    next(left)
+    left.close()
+    assert len(model.predict(ARRAYS[:3])) == 3
+
+
+def test_infinite_answers_are_failures(model: BundleModel) -> None:
+    from odevit_serve.slots import Job, Outcome
+
+    logits = np.array([np.nan] * 5, np.float32)
+    outcome = Outcome(Job(0, model.depth()), 3, ExitReason.HORIZON, logits, 1.0, 0.0, 0.0)
+    failed = model.finish(outcome, "x.png")
+    assert failed == Failure("x.png", "x.png: the trajectory left the finite numbers after 3 steps")
+
+
+def test_single_files_agree_with_the_bundle(model: BundleModel, files: dict[str, Path]) -> None:
+    for kind, settings in (("onnx", {"adaptive": False}), ("onnx-adaptive", {})):
+        single = load(files[kind])
+        assert isinstance(single, FileModel)
+        assert single.labels == model.labels
+        for own, other in zip(single.predict(ARRAYS), model.predict(ARRAYS, **settings)):
+            assert (own.index, own.steps, own.exit) == (other.index, other.steps, other.exit)
+            assert np.abs(own.probabilities - other.probabilities).max() < 1e-4
+            assert own.margin is None
+
+
+def test_single_file_settings(model: BundleModel, files: dict[str, Path]) -> None:
+    adaptive, fixed = load(files["onnx-adaptive"]), load(files["onnx"])
+    for settings in ({"kappa": 0.3}, {"max_steps": 3}, {"kappa": 0.05, "max_steps": 5}):
+        own, other = adaptive.predict(ARRAYS, **settings), model.predict(ARRAYS, **settings)
+        assert [(a.steps, a.exit) for a in own] == [(b.steps, b.exit) for b in other]
+    bad: list[tuple[Any, dict[str, Any], str]] = [
+        (fixed, {"max_steps": 3}, "fixed depth of 8 steps"),
+        (fixed, {"steps": 9}, "takes 8 steps"),
+        (fixed, {"trace": True}, "needs the bundle"),
+        (adaptive, {"rule": "confidence", "threshold": 1}, "built in"),
+        (adaptive, {"adaptive": False}, "exits inside the graph"),
+        (adaptive, {"attention": True}, "without attention maps"),
+    ]
+    for which, settings, words in bad:
+        with pytest.raises(UsageError, match=words):
+            which.predict(ARRAYS[0], **settings)
+    assert np.abs(fixed.attention(ARRAYS[0]).heads - model.attention(ARRAYS[0], step=8).heads).max() < 1e-5
+    with pytest.raises(UsageError, match="after step 8 only"):
+        fixed.attention(ARRAYS[0], step=2)
+    got = fixed.predict([ARRAYS[0], b"", ARRAYS[1]], errors="return")
+    assert [isinstance(r, Failure) for r in got] == [False, True, False]
+
+
+def test_load_refuses(tiny_bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="one part of a bundle"):
+        load(tiny_bundle / "step.onnx")
+    with pytest.raises(UserError, match="no model 'nowhere'"):
+        load("nowhere")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+def test_lazy_names() -> None:
+    import subprocess
+    import sys
+
+    heavy = ("torch", "onnxruntime", "numpy", "PIL")
+    code = f"import sys, odevit_serve.cli; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert "load" in odevit_serve.__all__
+    with pytest.raises(AttributeError):
+        _ = odevit_serve.nothing
