@@ -283,9 +283,7 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
         missing = [
             f.name
             for f in dataclasses.fields(kind)
-            if f.name not in value
-            and f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
+            if f.name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         ]
         if missing:
             raise UsageError(f"{where + '.' if where else ''}{missing[0]} is missing")
@@ -336,7 +334,9 @@ def find(source: str | os.PathLike[str] | None = None) -> Path:
         return path
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".onnx":
         return _download(text)
-    raise UserError(f"no model {text!r}: bundled are {', '.join(bundled())}; else give a folder, an .onnx file or a Hub name")
+    raise UserError(
+        f"no model {text!r}: bundled are {', '.join(bundled())}; else give a folder, an .onnx file or a Hub name"
+    )
 
 
 def _download(repository: str) -> Path:

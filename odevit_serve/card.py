@@ -53,8 +53,10 @@ def card(config: Config, name: str) -> str:
     lines.append("")
     if teacher:
         lines += [
-            f"Teacher: {teacher.name}" + (f" ({teacher.note})" if teacher.note else "")
-            + (f", licence {teacher.license}" if teacher.license else "") + ".",
+            f"Teacher: {teacher.name}"
+            + (f" ({teacher.note})" if teacher.note else "")
+            + (f", licence {teacher.license}" if teacher.license else "")
+            + ".",
             "",
         ]
     lines += _guarantee(config)
@@ -63,7 +65,10 @@ def card(config: Config, name: str) -> str:
         lines += [f"| {key} | {config.metrics[key]} |" for key in sorted(config.metrics)]
         lines.append("")
     if config.labels:
-        lines += [f"Classes: {', '.join(config.labels)}. Any other picture is answered with one of these all the same.", ""]
+        lines += [
+            f"Classes: {', '.join(config.labels)}. Any other picture is answered with one of these all the same.",
+            "",
+        ]
     lines += ["```", f"odevit-serve predict --model {name} picture.jpg", "```", ""]
     return "\n".join(lines)
 

@@ -158,7 +158,10 @@ def _tree(
             labels = np.array([index[relative[i][depth]] for i in chosen])
             _no_empty_class(labels, classes, f"{where} ({split})")
         splits[split] = Images(
-            [str(m) for m in own], labels, classes, lambda i, own=own: read(own[i])  # type: ignore[misc]
+            [str(m) for m in own],
+            labels,
+            classes,
+            lambda i, own=own: read(own[i]),  # type: ignore[misc]
         )
     return splits
 
@@ -251,7 +254,13 @@ def _cifar_folder(root: Path) -> dict[str, Images] | None:
     layouts: list[tuple[str, str, list[str], str, str]] = [
         ("cifar-10-batches-py", "fine", [f"data_batch_{i}" for i in range(1, 6)], "test_batch", "batches.meta"),
         ("cifar-100-python", "fine", ["train"], "test", "meta"),
-        ("cifar-10-batches-bin", "", [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin", "batches.meta.txt"),
+        (
+            "cifar-10-batches-bin",
+            "",
+            [f"data_batch_{i}.bin" for i in range(1, 6)],
+            "test_batch.bin",
+            "batches.meta.txt",
+        ),
         ("cifar-100-binary", "", ["train.bin"], "test.bin", "fine_label_names.txt"),
     ]
     for name, kind, train, test, meta in layouts:

@@ -13,7 +13,9 @@ from . import app, require, say
 
 @app.command()
 def train(
-    data: str = typer.Argument(None, metavar="[DATA]", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."),
+    data: str = typer.Argument(
+        None, metavar="[DATA]", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."
+    ),
     config: str = typer.Option(None, "--config", help="Recipe: a TOML file, or the name of a shipped one."),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME. Without a teacher: from scratch."),
     teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names."),
@@ -53,7 +55,9 @@ def train(
             "training.lr": lr,
             "training.seed": seed,
         }
-        given = [f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None]
+        given = [
+            f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None
+        ]
         if self_supervised:
             given += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
         recipe = read_recipe(config, [*given, *settings])
