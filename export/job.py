@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import tempfile
 import time
@@ -132,7 +133,7 @@ class Job:
         """Where the result goes: a file, or a folder for what consists of several."""
         settings = self.settings
         if settings.output:
-            return Path(settings.output)
+            return _fitting(Path(settings.output), settings)
         if settings.format == "parts":
             return self.folder
         suffix = "" if settings.precision == "fp32" else f"-{settings.precision}"
@@ -312,19 +313,34 @@ def _integration(config: Config, settings: Settings) -> Integration:
     )
 
 
+def _fitting(output: Path, settings: Settings) -> Path:
+    """The output asked for, if its name says what it will be: other tools go by that."""
+    single = settings.format == "tensorrt" and settings.source != "parts"
+    wanted = ".onnx" if settings.format.startswith("onnx") else ".engine" if single else None
+    if wanted and output.suffix != wanted:
+        raise UsageError(f"--output {output} must end in {wanted} for the format {settings.format}")
+    if wanted is None and output.is_file():
+        raise UsageError(f"--output {output} is a file, and the format {settings.format} makes a folder")
+    return output
+
+
 def _describe(own: Integration) -> str:
     return f"{own.steps} steps of {own.solver} ({own.splitting}) over horizon {own.horizon:g}"
 
 
+def _word(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
 def make_onnx(job: Job, scratch: Path) -> dict[str, Path]:
     job.unrolled(scratch / "model.onnx")
-    job.report.next = f"odevit-serve predict --model {job.target} image.jpg"
+    job.report.next = f"odevit-serve predict --model {_word(job.target)} image.jpg"
     return {"model.onnx": job.target}
 
 
 def make_adaptive(job: Job, scratch: Path) -> dict[str, Path]:
     job.adaptive(scratch / "model.onnx")
-    job.report.next = f"odevit-serve predict --model {job.target} image.jpg"
+    job.report.next = f"odevit-serve predict --model {_word(job.target)} image.jpg"
     return {"model.onnx": job.target}
 
 
@@ -333,7 +349,7 @@ def make_parts(job: Job, scratch: Path) -> dict[str, Path]:
     if job.target != job.folder:
         (scratch / bundle.CONFIG).write_text(job.config.to_json(), encoding="utf-8")
         names.append(bundle.CONFIG)
-    job.report.next = f"odevit-serve predict --model {job.target} image.jpg"
+    job.report.next = f"odevit-serve predict --model {_word(job.target)} image.jpg"
     return {name: job.target / name for name in names}
 
 
@@ -341,13 +357,14 @@ def make_triton(job: Job, scratch: Path) -> dict[str, Path]:
     name = job.target.name
     job.passed(triton.lay_out(scratch / name, job.config, name, job.batch, job.settings.with_attention))
     job.unrolled(scratch / name / "1" / "model.onnx")
-    job.report.next = f"tritonserver --model-repository {job.target.parent.resolve().name}"
+    job.report.next = f"tritonserver --model-repository {_word(job.target.parent)}"
     return {name: job.target}
 
 
 def make_tensorrt(job: Job, scratch: Path) -> dict[str, Path]:
     trt = tensorrt.find_module()
-    tensorrt.capability(trt, job.settings.gpu) if hasattr(trt, "ComputeCapability") else None
+    if hasattr(trt, "ComputeCapability"):
+        tensorrt.capability(trt, job.settings.gpu)  # a wrong name is told before any work
     (scratch / "onnx").mkdir()
     if job.settings.source == "parts":
         graphs = job.parts(scratch / "onnx")
@@ -362,7 +379,9 @@ def make_tensorrt(job: Job, scratch: Path) -> dict[str, Path]:
         (scratch / name.replace(".onnx", ".engine")).write_bytes(engine)
     (scratch / bundle.CONFIG).write_text(job.config.to_json(), encoding="utf-8")
     beside = job.target / bundle.CONFIG if job.settings.source == "parts" else job.target.with_suffix(".json")
-    job.report.next = f"on a machine with that GPU: python -m odevit_serve.export.tensorrt {job.target}"
+    job.report.next = (
+        f"on a machine with that GPU: python -m odevit_serve.export.tensorrt {_word(next(iter(targets.values())))}"
+    )
     return {**targets, bundle.CONFIG: beside}
 
 

@@ -131,6 +131,7 @@ def assemble(
     for name, value in (constants or {}).items():
         graph.initializer.append(numpy_helper.from_array(value, name))
     _place(graph, pieces, stored, "batch")
+    _settle(graph)
     _replace(model.opset_import, [onnx.helper.make_opsetid("", OPSET)])
     clean(model)
     return model
@@ -162,12 +163,24 @@ def _place(
         if node.domain == "piece":
             piece = pieces[node.op_type].graph
             weights = {tensor.name: stored[node.op_type, tensor.name] for tensor in piece.initializer}
-            added, shapes = _instance(node, piece, weights, f"{node.op_type}{index}", batch)
+            added, shapes = _instance(node, piece, weights, f"{node.op_type[0].lower()}{index}", batch)
             nodes.extend(added)
             graph.value_info.extend(shapes)
         else:
             nodes.append(node)
     _replace(graph.node, nodes)
+
+
+def _settle(graph: onnx.GraphProto) -> None:
+    """Move weights that only a loop reads into its body: onnxruntime lays out convolutions only where it sees them."""
+    for node in graph.node:
+        for inner in subgraphs(node):
+            outside = {name for other in graph.node for name in other.input} | {v.name for v in graph.input}
+            inside = {name for other in inner.node for name in other.input}
+            moving = [t for t in graph.initializer if t.name in inside and t.name not in outside]
+            inner.initializer.extend(moving)
+            kept = {t.name for t in moving}
+            _replace(graph.initializer, [t for t in graph.initializer if t.name not in kept])
 
 
 def _instance(
@@ -176,21 +189,23 @@ def _instance(
     """Nodes and shapes of one use of a piece, its inputs and outputs bound to those of the placeholder node."""
     names = weights | {own.name: given for own, given in zip(piece.input, call.input)}
     names |= {own.name: given for own, given in zip(piece.output, call.output)}
-    rename = lambda name: names.get(name, f"{prefix}.{name}") if name else ""  # noqa: E731
+    bound = set(names)
+    for node in piece.node:  # short names: they are most of what one more step adds to a file
+        for name in node.output:
+            names.setdefault(name, f"{prefix}.{len(names)}")
     nodes, shapes = [], []
-    for node in piece.node:
+    for number, node in enumerate(piece.node):
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
-        copy.name = f"{prefix}.{node.name}"
-        del copy.input[:], copy.output[:]
-        copy.input.extend(map(rename, node.input))
-        copy.output.extend(map(rename, node.output))
+        copy.name = f"{prefix}.{node.op_type}{number}"
+        _replace(copy.input, [names.get(name, "") for name in node.input])
+        _replace(copy.output, [names.get(name, "") for name in node.output])
         nodes.append(copy)
     for value in piece.value_info:  # loading is about twice as slow without
-        if value.name not in names:
+        if value.name in names and value.name not in bound:
             info = onnx.ValueInfoProto()
             info.CopyFrom(value)
-            info.name = rename(value.name)
+            info.name = names[value.name]
             for dim in info.type.tensor_type.shape.dim:
                 if dim.dim_param == "batch":
                     dim.dim_param = batch

@@ -168,3 +168,21 @@ class Engine:
             raise UserError("the engine did not run")
         stream.synchronize()
         return {name: held[name].cpu().numpy() for name in self.outputs}
+
+
+def main() -> None:
+    """Run an engine once on random numbers and say what came out: `python -m odevit_serve.export.tensorrt FILE`."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m odevit_serve.export.tensorrt FILE.engine")
+    try:
+        engine = Engine(Path(sys.argv[1]))
+        shapes = {name: tuple(engine._engine.get_tensor_profile_shape(name, 0)[1]) for name in engine.inputs}
+        arrays = {name: np.random.default_rng(0).normal(size=shape) for name, shape in shapes.items()}
+        for name, value in engine.run(**arrays).items():
+            print(f"{name} {list(value.shape)} {value.dtype}: from {value.min():.4g} to {value.max():.4g}")
+    except UserError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

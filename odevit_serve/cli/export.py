@@ -76,7 +76,7 @@ def _summary(report: Report) -> None:
         f"{report.model}: {own.steps} steps of {own.solver} ({own.splitting}) over horizon {own.horizon:g}, "
         f"{report.precision}, {report.macs / 1e6:,.1f} million MACs an image at full depth"
     )
-    for check in report.checks:
+    for check in dict.fromkeys(map(str, report.checks)):
         say(f"  checked: {check}")
     opened = "" if report.load_seconds is None else f"; opens in {1000 * report.load_seconds:.0f} ms"
     say(f"done in {report.seconds['total']:.1f} s{opened}")
