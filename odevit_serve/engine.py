@@ -299,6 +299,17 @@ class Engine:
             return Overloaded(self._places, self.queue, self._drain_seconds())
         return None
 
+    def check_accepting(self) -> None:
+        """Raise what `submit` would raise now."""
+        refusal = self.refusal()
+        if refusal is not None:
+            self._count_refused(refusal, 1)
+            raise refusal
+
+    def _count_refused(self, refusal: UserError, count: int) -> None:
+        with self._wake:
+            self.stats.refused["queue full" if isinstance(refusal, Overloaded) else "unavailable"] += count
+
     def _accept(self, pictures: list[tuple[Any, str]], settings: Settings) -> list[_Request]:
         depth = self._depth(settings)
         now = self.core.clock()
@@ -307,7 +318,7 @@ class Engine:
         with self._wake:
             refusal = self.refusal(len(requests))
             if refusal is not None:
-                self.stats.refused["queue full" if isinstance(refusal, Overloaded) else "unavailable"] += len(requests)
+                self._count_refused(refusal, len(requests))
                 raise refusal
             self._places += len(requests)
             self._held.update(requests)

@@ -227,6 +227,8 @@ def test_bulk_is_served_while_interactive_keeps_coming(make: Callable[..., Engin
     engine = make(1, queue=200)
     engine.core.gate.clear()  # type: ignore[union-attr]
     first = engine.submit(pictures[0])
+    while not engine.active:
+        time.sleep(0.001)
     ended: list[str] = []
     futures = [first]
     for i in range(20):

@@ -81,6 +81,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import calibrate, export, info, predict, train  # noqa: E402  (commands register themselves on `app`)
+from . import calibrate, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "calibrate", "export", "info", "main", "predict", "require", "say", "train"]
+__all__ = ["app", "calibrate", "export", "info", "main", "predict", "require", "say", "serve", "train"]
