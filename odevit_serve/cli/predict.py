@@ -58,7 +58,7 @@ def predict(
     results = loaded.stream(_sources(paths), trace=trace is not None, attention=attention is not None, **settings)
     kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
     writer = _WRITERS[kind](sys.stdout, top)
-    keeper = _Keeper(loaded, attention, trace)
+    keeper = _Keeper(loaded, attention, trace, kappa)
     failures: list[str] = []
     with _progress(paths) as advance:
         for result in results:
@@ -140,8 +140,10 @@ class _Bar:
 class _Keeper:
     """Writes the maps and traces of each answer under a name of its own."""
 
-    def __init__(self, model: Model, attention: Path | None, trace: Path | None):
+    def __init__(self, model: Model, attention: Path | None, trace: Path | None, kappa: float | None):
         self.model, self.attention, self.trace = model, attention, trace
+        own = model.config.exit
+        self.kappa = own.threshold if kappa is None and own.rule == "contraction" and own.travel else kappa
         self._names: dict[str, int] = {}
         for folder in (attention, trace):
             if folder is not None:
@@ -162,10 +164,7 @@ class _Keeper:
             for kind, picture in pictures.overlays(self._seen(result), result.attention).items():
                 picture.save(self.attention / f"{name}-{kind}.png")
         if self.trace is not None:
-            exit = self.model.config.exit
-            pictures.trace_plot(result, exit.threshold if exit.rule == "contraction" else None).save(
-                self.trace / f"{name}-trace.png"
-            )
+            pictures.trace_plot(result, self.kappa).save(self.trace / f"{name}-trace.png")
             (self.trace / f"{name}-trace.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n")
 
     def _seen(self, result: Prediction) -> Any:
