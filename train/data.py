@@ -165,11 +165,11 @@ class Unreadable:
         self.total, self.say, self.names = total, say, set[str]()
 
     def add(self, names: list[str]) -> None:
-        for name in set(names) - self.names:
+        for name in sorted(set(names) - self.names):
             self.names.add(name)
             self.say(f"unreadable, left out: {name}")
-        if len(self.names) > TOLERATED * self.total:
-            raise UserError(
-                f"{len(self.names)} of {self.total} images cannot be read, more than {TOLERATED:.0%}; "
-                f"the last was {sorted(names)[-1] if names else sorted(self.names)[-1]}"
-            )
+            if len(self.names) > TOLERATED * self.total:
+                raise UserError(
+                    f"{len(self.names)} of {self.total} images cannot be read, more than {TOLERATED:.0%}; "
+                    f"the last was {name}"
+                )

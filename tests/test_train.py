@@ -1,0 +1,263 @@
+"""Training end to end, through the real command: it learns, it resumes, it says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+
+from odevit_serve import cli
+from odevit_serve.bundle import read_config
+from odevit_serve.train.model import ODEViT
+
+SMALL = [
+    "--set", "data.augment='none'", "--batch-size", "16", "--lr", "0.003", "--set", "training.schedule='onecycle'",
+    "--set", "architecture.image_size=16", "--set", "architecture.patch_size=4", "--set", "architecture.width=64",
+    "--set", "architecture.heads=1", "--set", "architecture.mlp_ratio=1.0", "--set", "architecture.registers=1",
+    "--set", "integration.steps=4", "--set", "integration.horizon=4.0",
+]  # fmt: skip
+ENVIRONMENT = {**os.environ, "CI": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def command(*words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """The command as a user types it, in this process: importing torch anew for each would take most of the time."""
+    out, err, code, argv = io.StringIO(), io.StringIO(), 0, sys.argv
+    sys.argv = ["odevit-serve", *map(str, words)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv = argv
+    if check:
+        assert code == 0, err.getvalue()
+    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes told apart by the brighter half of the picture, under noise."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(360) % 3
+    x = rng.integers(0, 120, (360, 16, 16, 3))
+    for image, label in zip(x, labels):
+        if label == 0:
+            image[:8] += 100
+        elif label == 1:
+            image[:, :8] += 100
+    path = tmp_path_factory.mktemp("data") / "halves.npz"
+    np.savez(path, x_train=x[:300].astype(np.uint8), y_train=labels[:300], x_test=x[300:].astype(np.uint8), y_test=labels[300:])
+    return path
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=64, depth=3, num_heads=1, mlp_ratio=1, num_classes=3)
+    path = tmp_path_factory.mktemp("teacher") / "vit.safetensors"
+    save_file(vit.state_dict(), path)
+    return path
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_from_scratch_it_learns_and_leaves_a_whole_run_folder(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = command("train", data, *SMALL, "--epochs", "8", "-o", run)
+    for name in ("recipe.json", "metrics.jsonl", "curves.png", "last.pt", "bundle/config.json", "bundle/README.md"):
+        assert (run / name).is_file(), name
+    assert list((run / "tensorboard").iterdir())
+    assert Image.open(run / "curves.png").size[0] > 500
+    epochs = [row for row in metrics(run) if "epoch" in row]
+    assert len(epochs) == 8
+    assert epochs[-1]["cross_entropy"] < 0.8 * epochs[0]["cross_entropy"]
+    config = read_config(run / "bundle")
+    assert config.metrics["validation_accuracy"] > 0.6
+    assert str(data.parent) not in config.to_json()
+    assert "next: odevit-serve export" in done.stderr
+    assert done.stdout == ""
+    again = command("train", data, "-o", run, check=False)
+    assert again.returncode == 2
+    assert "already holds a run" in again.stderr
+
+    rows = json.loads(command("val", run / "bundle", "--data", data, "--steps", "4,8", "--horizon", "4,2", "--json").stdout)
+    assert [(r["steps"], r["horizon"], r["images"]) for r in rows] == [(4, 4, 60), (8, 4, 60), (4, 2, 60), (8, 2, 60)]
+    model = ODEViT.from_pretrained(run / "bundle")
+    x = np.load(data)["x_test"]
+    pixels = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        right = (model(pixels).argmax(-1).numpy() == np.load(data)["y_test"]).mean()
+    assert rows[0]["accuracy"] == pytest.approx(right)
+    assert rows[0]["accuracy@3"] == 1.0
+    text = command("val", run / "bundle", "--data", data, "--steps", "4", "--csv").stdout.splitlines()
+    assert text[0].startswith("steps,horizon,solver,images,accuracy")
+    assert float(text[1].split(",")[4]) == pytest.approx(right)
+
+
+@pytest.mark.parametrize("head", ["probe", "finetune"])
+def test_a_teacher_gets_its_head_and_the_student_follows(data: Path, teacher: Path, tmp_path: Path, head: str) -> None:
+    run = tmp_path / "run"
+    settings = ["--set", "teacher.epochs=8", "--set", "teacher.lr=0.003", "--set", "teacher.batch_size=16"]
+    extra = ["--set", "training.ema=0.9", "--set", "training.optimizer='muon'", "--set", "training.random_depth=[3,5]"]
+    done = command(
+        "train", data, *SMALL, "--teacher-weights", teacher, "--teacher-head", head, "--epochs", "5", "-o", run,
+        *settings, *extra, "--set", "teacher.views=2",
+    )  # fmt: skip
+    taught = load_file(run / "teacher" / "teacher.safetensors")
+    original = load_file(teacher)
+    moved = not torch.equal(taught["blocks.0.mlp.fc1.weight"], original["blocks.0.mlp.fc1.weight"])
+    assert moved == (head == "finetune")
+    student = load_file(run / "bundle" / "model.safetensors")
+    torch.testing.assert_close(student["head.weight"], taught["head.weight"])
+    torch.testing.assert_close(student["position"], taught["pos_embed"])
+    config = read_config(run / "bundle")
+    assert config.teacher is not None
+    assert config.teacher.accuracy is not None
+    assert config.teacher.accuracy > (0.7 if head == "finetune" else 0.35)
+    epochs = [row for row in metrics(run) if "epoch" in row]
+    assert epochs[-1]["trajectory"] < epochs[0]["trajectory"]
+    assert epochs[-1]["agreement"] > 0.5
+    assert "teacher layers by step" in done.stderr
+    rows = json.loads(
+        command(
+            "val", run / "bundle", "--data", data, "--teacher-weights", run / "teacher" / "teacher.safetensors", "--json"
+        ).stdout
+    )
+    assert [r["steps"] for r in rows] == [2, 4, 6, 8]
+    assert 0.3 < rows[1]["agreement"] <= 1
+    assert rows[1]["teacher_accuracy"] > 0.3
+
+
+def test_a_folder_of_unlabelled_pictures_is_enough(data: Path, teacher: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for i, pixels in enumerate(np.load(data)["x_train"][:120]):
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    (folder / "broken.png").write_bytes(b"\x89PNG broken")
+    words = ["train", folder, *SMALL, "--teacher-weights", teacher, "--self-supervised", "--epochs", "3"]
+    done = command(*words, "-o", tmp_path / "run")
+    assert "unreadable, left out: broken.png" in done.stderr
+    epochs = [row for row in metrics(tmp_path / "run") if "epoch" in row]
+    assert epochs[-1]["trajectory"] < epochs[0]["trajectory"]
+    assert "jasmin" in epochs[0]
+    assert "accuracy" not in epochs[0]
+    (folder / "broken2.png").write_bytes(b"")
+    (folder / "broken3.png").write_bytes(b"GIF")
+    failed = command(*words, "-o", tmp_path / "run2", check=False)
+    assert failed.returncode == 1
+    assert "images cannot be read, more than 1%" in failed.stderr.splitlines()[-1]
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.slow
+def test_killed_in_mid_epoch_and_resumed_it_ends_with_the_same_weights(data: Path, teacher: Path, tmp_path: Path) -> None:
+    words = [
+        "train", data, *SMALL, "--teacher-weights", teacher, "--epochs", "3", "--set", "training.save_seconds=0.0",
+        "--set", "training.ema=0.9", "--set", "training.optimizer='muon'", "--set", "training.random_depth=[3,5]",
+    ]  # fmt: skip
+    command(*words, "-o", tmp_path / "whole")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "odevit_serve", *map(str, words), "-o", str(tmp_path / "cut")],
+        env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    checkpoint = tmp_path / "cut" / "last.pt"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None:
+        time.sleep(0.005)
+        if checkpoint.exists():
+            progress = torch.load(checkpoint, weights_only=True)["progress"]
+            if progress["step"] >= 20:
+                break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert 20 <= progress["step"] < 16 * 3
+    assert progress["batch"] > 0
+    command("train", "--resume", tmp_path / "cut")
+    whole = load_file(tmp_path / "whole" / "bundle" / "model.safetensors")
+    resumed = load_file(tmp_path / "cut" / "bundle" / "model.safetensors")
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=0, atol=0, msg=name)
+    drop = {"seconds"}  # the only figure that may differ
+    for a, b in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "cut"), strict=True):
+        assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
+
+
+@pytest.mark.slow
+def test_two_processes_match_one(data: Path, teacher: Path, tmp_path: Path) -> None:
+    words = ["train", data, *SMALL, "--teacher-weights", teacher, "--epochs", "2", "--set", "training.optimizer='muon'"]
+    command(*words, "-o", tmp_path / "one")
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29631",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*launch, "-m", "odevit_serve", *map(str, words), "-o", str(tmp_path / "two")],
+        env=ENVIRONMENT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, two = (load_file(tmp_path / name / "bundle" / "model.safetensors") for name in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
+    assert [r["step"] for r in metrics(tmp_path / "one")] == [r["step"] for r in metrics(tmp_path / "two")]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["train", data, *SMALL, "--epochs", "2", "--lr", "1e38", "--set", "training.save_seconds=0.0", "-o", run]
+    done = command(*words, "--set", "training.warmup=0.01", "--set", "training.clip=0.0", check=False)
+    assert done.returncode == 1
+    assert "the cross_entropy loss became nan" in done.stderr.splitlines()[-1]
+    assert torch.load(run / "last.pt", weights_only=True)["progress"]["step"] >= 1
+
+
+def test_the_bound_stops_a_run(data: Path, teacher: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = command(
+        "train", data, *SMALL, "--teacher-weights", teacher, "--epochs", "9", "-o", run,
+        "--set", "training.bound_patience=2", "--set", "training.bound_radius=1e6",
+    )  # fmt: skip
+    assert "below the bound for 2 epochs" in done.stderr
+    assert len([row for row in metrics(run) if "epoch" in row]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ((), 2, "no data: name a folder"),
+        (("nowhere",), 1, "no such file or folder: nowhere"),
+        (("DATA", "--set", "architecture.heads=5"), 2, "width 192 is not divisible by 5 heads"),
+        (("DATA", "--set", "training.epoch=5"), 2, "did you mean 'epochs'"),
+        (("DATA", "--teacher", "vit_tiny"), 2, "write timm:NAME or hf:NAME"),
+        (("DATA", "--resume", "nowhere"), 1, "nowhere holds no run to resume"),
+        (("DATA", "--config", "nothing"), 1, "no recipe 'nothing': shipped are"),
+        (("DATA", "--batch-size", "4000"), 1, "270 training images do not fill one batch of 4000"),
+    ],
+)
+def test_bad_input_is_one_sentence(data: Path, tmp_path: Path, words: tuple[str, ...], code: int, message: str) -> None:
+    done = command("train", *(str(data) if w == "DATA" else w for w in words), "-o", tmp_path / "run", check=False)
+    assert done.returncode == code
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_prints_the_recipe_and_trains_nothing(data: Path, tmp_path: Path) -> None:
+    done = command("train", data, "--dry-run", "--epochs", "7", "-o", tmp_path / "run")
+    assert json.loads(done.stdout)["training"]["epochs"] == 7
+    assert not (tmp_path / "run").exists()
+    assert "cifar10" in command("train", "--list").stdout
