@@ -267,7 +267,7 @@ class Engine:
             try:
                 self._pool.submit(self._decode, request)
             except RuntimeError:  # closed since it was accepted
-                self._fail(request, Unavailable("the server is shut down"), "shutdown")
+                self._fail(request, Unavailable("the server is shutting down"), "shutdown")
         return [request.future for request in requests]
 
     def submit_pixels(
@@ -293,7 +293,7 @@ class Engine:
     def refusal(self, count: int = 1) -> UserError | None:
         """Why `count` more images would not be accepted now; None when they would."""
         if self._state != "ready":
-            why = {"draining": "shutting down", "closed": "shut down", "failed": "broken: see its log"}
+            why = {"draining": "shutting down", "closed": "shutting down", "failed": "broken: see its log"}
             return Unavailable(f"the server is {why.get(self._state, 'warming up')}")
         if self._places + count > self.queue:
             return Overloaded(self._places, self.queue, self._drain_seconds())

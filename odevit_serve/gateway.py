@@ -6,6 +6,7 @@ Plain ASGI, so that a body is measured while it arrives and nothing is buffered 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("odevit_serve.http")
 OPEN = ("/v2/health/live", "/v2/health/ready")  # probes carry no key
+LINGER = 0.5  # seconds that a body which is too large is read on and thrown away
 GONE = 499  # the client went away; nobody reads the answer
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -84,6 +86,8 @@ class Gateway:
         try:
             problem = self._refuse(scope, headers)
             if problem is not None:
+                if problem.status == 413:
+                    await _discard(receive)
                 await error_response(state["request_id"], problem)(scope, receive, tell)
             else:
                 await self.app(scope, self._measured(receive), tell)
@@ -141,10 +145,20 @@ class Gateway:
             done = message["type"] != "http.request" or not message.get("more_body", False)
             size += len(message.get("body", b""))
             if size > self.options.max_body:
+                if not done:
+                    await _discard(receive)
                 raise self._too_large(size)
             return message
 
         return measured
+
+
+async def _discard(receive: Receive) -> None:
+    """Let a client that is still sending see its answer: closing on it at once would reset the connection."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 def error_response(request_id: str, problem: Problem) -> Any:

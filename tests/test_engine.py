@@ -382,7 +382,7 @@ def test_close_finishes_what_was_accepted(make: Callable[..., Engine], pictures:
     futures = engine.submit_many(pictures)
     assert engine.close(20) is True
     assert all(future.result(0) for future in futures)
-    with pytest.raises(Unavailable, match="shut down"):
+    with pytest.raises(Unavailable, match="shutting down"):
         engine.submit(pictures[0])
     settled(engine)
 
