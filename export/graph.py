@@ -6,6 +6,8 @@ Shapes as there: B images, S tokens, D width, H heads, d = D/H; E hidden units o
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -89,7 +91,7 @@ class FoldedMLP(nn.Module):
         self.grid, self.patches = mlp.grid, mlp.patches
         self.up = Matrix(*fold(mlp.norm, mlp.up.weight))
         self.down = Matrix(mlp.down.weight)
-        self.mix = mlp.mix
+        self.mix = copy.deepcopy(mlp.mix)  # this one may be made half precision
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.spread(self.up(x))))

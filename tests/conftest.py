@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +13,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    import onnx
+    from torch import nn
+
     from odevit_serve.train.model import ODEViT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads that wait for each other cost more than they give
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # real weights and images, where a developer has them
 
 
@@ -24,7 +30,13 @@ def real_data() -> Path:
     return DATA
 
 
-def tiny_model(
+def tiny_model(**settings: object) -> ODEViT:
+    """A random model whose answers change along the way, so that images exit at different depths."""
+    return copy.deepcopy(_tiny_model(**settings))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _tiny_model(
     solver: str = "euler",
     splitting: str = "parallel",
     attention: str = "dot",
@@ -34,7 +46,6 @@ def tiny_model(
     calibrated: bool = True,
     classes: int = 5,
 ) -> ODEViT:
-    """A random model whose answers change along the way, so that images exit at different depths."""
     import torch
 
     from odevit_serve.bundle import Architecture, Config, ExitPolicy, Integration, Preprocessing
@@ -70,7 +81,7 @@ def tiny_folder(folder: Path, **settings: object) -> Path:
     """A bundle of `tiny_model(**settings)` with its graphs."""
     from odevit_serve.export import parts
 
-    tiny_model(**settings).save_pretrained(folder)  # type: ignore[arg-type]
+    tiny_model(**settings).save_pretrained(folder)
     parts(folder)
     return folder
 
@@ -89,3 +100,27 @@ def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return tiny_folder(tmp_path_factory.mktemp("tiny"), **settings)
 
     return make
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing is what exports take time for: a module of the same weights and settings is traced once a session."""
+    from odevit_serve.export import pieces
+
+    trace = pieces.trace
+
+    def remember(module: nn.Module, *arguments: object) -> onnx.ModelProto:
+        folded = module.folded
+        weights = hashlib.sha256()
+        for name, value in module.state_dict().items():
+            weights.update(name.encode() + value.numpy().tobytes())
+        settings = (folded.integration, folded.attention.project.fused, getattr(module, "with_attention", None))
+        key = (type(module), settings if type(module).__name__ != "Stem" else folded.rows, weights.digest())
+        if key not in TRACED:
+            TRACED[key] = trace(module, *arguments)
+        return copy.deepcopy(TRACED[key])
+
+    monkeypatch.setattr(pieces, "trace", remember)
+
+
+TRACED: dict[object, onnx.ModelProto] = {}

@@ -1,7 +1,7 @@
 """Ratios that exports are held to, each taken in one run: `python tests/benchmarks/bench_export.py [--json]`.
 
-A model of the shape of the preset `tiny`, with random weights: speed does not depend on what was learned. Exits at different
-depths come from a travel table fitted to the model itself.
+A model of the shape of the preset `tiny` with random weights: speed does not depend on what was learned. Exits at
+different depths come from a travel table fitted to the model itself.
 """
 
 from __future__ import annotations
