@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -61,6 +61,7 @@ class Measured:
     times: Floats
     travel: Floats
     cls_speed: Floats
+    _tables: dict[int, tuple[Floats, Floats | None]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, config: Config) -> Measured | None:
@@ -70,8 +71,20 @@ class Measured:
         times = np.linspace(0.0, config.integration.horizon, len(policy.travel))
         return cls(times, np.array(policy.travel), np.array(policy.cls_speed))
 
+    def table(self, steps: int) -> tuple[Floats, Floats | None]:
+        """Travel and mean speed after step 0, 1, ..., N of a grid of N steps; kept, since images mostly share one."""
+        known = self._tables.get(steps)
+        if known is None:
+            known = self._tables[steps] = self.at(np.arange(steps + 1) * (self.times[-1] / steps))
+        return known
 
-@dataclass(frozen=True)
+    def at(self, time: Floats) -> tuple[Floats, Floats | None]:
+        """Travel, and mean speed if it is to be scaled, at any times."""
+        mean = np.interp(time, self.times[1:], self.cls_speed) if len(self.cls_speed) else None
+        return np.interp(time, self.times, self.travel), mean
+
+
+@dataclass(eq=False)  # made at every step: freezing it would cost more than all the rest of it
 class Readings:
     """What is known of each image after its latest step; every array has one row an image.
 
@@ -115,11 +128,13 @@ class Readings:
         """Measured distance that is left for the CLS state, scaled by the image's own speed where that was measured."""
         if self.measured is None:
             return np.full(len(self.step), np.nan)
-        left = np.interp(self.time, self.measured.times, self.measured.travel)
-        if len(self.measured.cls_speed):
-            mean = np.interp(self.time, self.measured.times[1:], self.measured.cls_speed)
-            left = left * (self.cls_speed / np.maximum(mean, dynamics.TINY))
-        return left
+        steps = self.steps[0]
+        if (self.steps == steps).all():
+            travel, speed = self.measured.table(int(steps))
+            left, mean = travel[self.step], None if speed is None else speed[self.step]
+        else:
+            left, mean = self.measured.at(self.time)
+        return left if mean is None else left * (self.cls_speed / np.maximum(mean, dynamics.TINY))
 
     @cached_property
     def extrapolated_travel(self) -> Floats:
@@ -282,17 +297,33 @@ def decide(
     readings: Readings,
     score: Floats,
     threshold: Floats,
-    lyapunov: Floats,
-    late: NDArray[np.bool_],
+    lyapunov: Floats | None,
+    late: NDArray[np.bool_] | None,
     max_steps: NDArray[np.integer],
     settled: NDArray[np.integer],
-) -> NDArray[np.int8]:
-    """The code of the reason each image ends for, or -1 where it goes on. The rule's own reason comes first."""
-    code = np.full(len(score), -1, np.int8)
-    code[readings.step >= max_steps] = ExitReason.BUDGET
-    code[readings.step >= readings.steps] = ExitReason.HORIZON
-    code[late] = ExitReason.DEADLINE
-    if (lyapunov < np.inf).any():
-        with np.errstate(invalid="ignore"):  # NaN at the first step: no exponent, no limit
-            code[readings.exponent * readings.time >= np.maximum(lyapunov, dynamics.TINY)] = ExitReason.LYAPUNOV
-    return np.where(score >= threshold, settled, code)
+) -> NDArray[np.integer]:
+    """The code of the reason each image ends for, or -1 where it goes on. The rule's own reason comes first.
+
+    `lyapunov` and `late` may be None where no image has such a limit. Budgets never exceed the full number of steps.
+    """
+    settles, spent = score >= threshold, readings.step >= max_steps
+    ended = settles | spent
+    past = None if lyapunov is None else _past(readings, lyapunov)
+    for other in (past, late):
+        if other is not None:
+            ended |= other
+    if not ended.any():
+        return np.full(len(score), -1)
+    code = np.where(spent, np.where(readings.step >= readings.steps, ExitReason.HORIZON, ExitReason.BUDGET), -1)
+    if late is not None:
+        code[late] = ExitReason.DEADLINE
+    if past is not None:
+        code[past] = ExitReason.LYAPUNOV
+    return np.where(settles, settled, code)
+
+
+def _past(readings: Readings, lyapunov: Floats) -> NDArray[np.bool_]:
+    """Whether time times exponent has reached the limit: ln(v_n / v_1) n / (n - 1), with no division."""
+    growth = np.log(np.maximum(readings.speed, dynamics.TINY) / np.maximum(readings.first_speed, dynamics.TINY))
+    reached = growth * readings.step >= np.maximum(lyapunov, dynamics.TINY) * (readings.step - 1)
+    return reached & (readings.step > 1)

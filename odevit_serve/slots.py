@@ -18,7 +18,7 @@ import numpy as np
 from . import dynamics
 from .dynamics import Floats
 from .errors import UsageError
-from .exits import REASONS, Depth, ExitReason, Measured, Readings, decide
+from .exits import REASONS, Depth, ExitReason, Measured, Readings, Rule, decide
 from .session import Graphs
 
 
@@ -112,6 +112,9 @@ class Slots:
         self._bindings: dict[tuple[int, int], Any] = {}  # (rows, side) -> the step bound to those rows
         self._watched = 0  # jobs that keep something of every step
         self._timed = 0  # jobs with a deadline
+        self._limited = 0  # jobs with a Lyapunov limit
+        self._fresh = False  # whether some row has not made its first step
+        self._rules: dict[str, Rule] = {}  # of the active rows
 
     @property
     def free(self) -> int:
@@ -144,13 +147,14 @@ class Slots:
             entry = _Entry(job, [], [])
             if job.keep in ("all", "cls"):
                 entry.take(self._states[self._side][row])
-            self._watched += entry.watched
-            self._timed += job.deadline < math.inf
+            self._count(entry, 1)
             self._entries.append(entry)
         self._step[start:end] = 0
         self._unchanged[start:end] = 0
         self._top[start:end] = -1
         self._since[start:end] = began
+        self._rules |= {job.depth.rule.name: job.depth.rule for job in jobs}
+        self._fresh = True
         self.active = end
 
     def step(self) -> list[Outcome]:
@@ -164,10 +168,9 @@ class Slots:
         self.seconds["step"] += now - began
         readings = self._read(rows)
         score = self._score(readings)
-        late = now >= self._deadline[:rows] if self._timed else _nobody(rows)
-        code = decide(
-            readings, score, self._threshold[:rows], self._lyapunov[:rows], late, self._max[:rows], self._settled[:rows]
-        )
+        late = now >= self._deadline[:rows] if self._timed else None
+        limit = self._lyapunov[:rows] if self._limited else None
+        code = decide(readings, score, self._threshold[:rows], limit, late, self._max[:rows], self._settled[:rows])
         if self._watched:
             self._watch(readings, score)
         ended = np.flatnonzero(code >= 0)
@@ -219,9 +222,9 @@ class Slots:
         here, before = self._side, 1 - self._side
         step, logits = self._step[:rows], self._logits[here][:rows]
         step += 1
-        first = step == 1
-        if first.any():
-            np.copyto(self._first[:rows], self._speed[:rows], where=first)
+        if self._fresh:
+            np.copyto(self._first[:rows], self._speed[:rows], where=step == 1)
+            self._fresh = False
         top, unchanged = logits.argmax(1), self._unchanged[:rows]
         unchanged += 1
         unchanged[top != self._top[:rows]] = 0
@@ -233,13 +236,11 @@ class Slots:
         )  # fmt: skip
 
     def _score(self, readings: Readings) -> Floats:
-        own = [entry.job.depth.rule for entry in self._entries]
-        rules = {rule.name: rule for rule in own}
-        if len(rules) == 1:
-            return next(iter(rules.values())).score(readings)
+        if len(self._rules) == 1:
+            return next(iter(self._rules.values())).score(readings)
         score = np.empty(self.active)
-        names = np.array([rule.name for rule in own])
-        for name, rule in rules.items():
+        names = np.array([entry.job.depth.rule.name for entry in self._entries])
+        for name, rule in self._rules.items():
             chosen = np.flatnonzero(names == name)
             score[chosen] = rule.score(readings.rows(chosen))
         return score
@@ -281,14 +282,18 @@ class Slots:
             tuple(entry.kept),
         )
 
+    def _count(self, entry: _Entry, change: int) -> None:
+        self._watched += change * entry.watched
+        self._timed += change * (entry.job.deadline < math.inf)
+        self._limited += change * (entry.job.depth.lyapunov < math.inf)
+
     def _compact(self, ended: np.ndarray) -> None:
         """Move the last active rows into the rows that have ended."""
         left = self.active - len(ended)
         stay = np.ones(self.active, bool)
         stay[ended] = False
         for row in ended.tolist():
-            self._watched -= self._entries[row].watched
-            self._timed -= self._entries[row].job.deadline < math.inf
+            self._count(self._entries[row], -1)
         holes = ended[ended < left]
         movers = left + np.flatnonzero(stay[left:])
         if len(holes):
@@ -297,11 +302,9 @@ class Slots:
         for hole, mover in zip(holes.tolist(), movers.tolist()):
             self._entries[hole] = self._entries[mover]
         del self._entries[left:]
+        if len(self._rules) > 1 or not left:
+            self._rules = {entry.job.depth.rule.name: entry.job.depth.rule for entry in self._entries}
         self.active = left
-
-
-def _nobody(rows: int) -> np.ndarray:
-    return np.zeros(rows, bool)
 
 
 def _bind(bind: Callable[..., None], name: str, array: np.ndarray) -> None:
