@@ -66,7 +66,8 @@ def structure(model: onnx.ModelProto, opset: int) -> list[Check]:
     try:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CheckFailed(f"check failed, nothing was written: the ONNX checker says {str(error)[:300]}") from None
+        reason = " ".join(str(error).split())[:300]
+        raise CheckFailed(f"check failed, nothing was written: the ONNX checker says {reason}") from None
     found = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     return [Check("ONNX checker", "valid", "valid"), expect("opset", found == opset, found, opset)]
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import MissingExtra, UsageError, UserError
 
-GENERATIONS = {"turing": "SM75", "ampere": "SM80", "ampere-rtx": "SM86", "ada": "SM89", "blackwell-rtx": "SM120"}
+GENERATIONS = {"ampere": "SM80", "ampere-rtx": "SM86", "ada": "SM89", "blackwell-rtx": "SM120"}
 MODULES = ("tensorrt_rtx", "tensorrt")
 Array = np.ndarray[Any, Any]
 

@@ -52,9 +52,14 @@ def test_an_8_bit_engine_builds(trt: Any) -> None:
     assert len(tensorrt.build(trt, graph("unrolled", "int8").SerializeToString(), BATCH, "SM89")) > 10_000
 
 
-@pytest.mark.parametrize("generation", ["turing", "ampere", "blackwell-rtx"])
+@pytest.mark.parametrize("generation", ["ampere", "blackwell-rtx"])
 def test_engines_build_for_other_generations(trt: Any, generation: str) -> None:
     assert tensorrt.build(trt, graph("step", "fp32").SerializeToString(), (1, 1, 1), generation)
+
+
+def test_a_generation_that_cannot_do_it_is_told_in_tensorrts_words(trt: Any) -> None:
+    with pytest.raises(UserError, match=r"cannot build an engine: .*FP32 GEMM is not supported"):
+        tensorrt.build(trt, graph("step", "fp32").SerializeToString(), BATCH, "SM75")
 
 
 def test_a_graph_it_does_not_know_is_refused_in_one_sentence(trt: Any) -> None:

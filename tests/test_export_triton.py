@@ -35,7 +35,7 @@ def test_the_check_is_by_the_schema() -> None:
     pytest.importorskip("tritonclient.grpc", reason="needs tritonclient[grpc]")
     text = triton.config_text(tiny_model().config, "m", BATCH)
     assert triton.check_config(text).found == "valid"
-    with pytest.raises(UserError, match="Triton's schema refuses config.pbtxt.*max_batch_sise"):
+    with pytest.raises(UserError, match=r"Triton's schema refuses config.pbtxt.*max_batch_sise"):
         triton.check_config(text.replace("max_batch_size", "max_batch_sise"))
 
 
