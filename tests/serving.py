@@ -53,7 +53,14 @@ def running(engine: Engine, options: Options | None = None, ready: bool = True) 
 class Process:
     """`odevit-serve serve` for real."""
 
-    def __init__(self, bundle: Path, *options: str, code: str = "", environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        bundle: Path,
+        *options: str,
+        code: str = "",
+        environment: dict[str, str] | None = None,
+        patience: float = 60,
+    ):
         start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "odevit_serve"]
         command = [*start, "serve", str(bundle), "--port", "0", "--threads", "1", "--log", "json", *options]
         self.process = subprocess.Popen(
@@ -61,7 +68,7 @@ class Process:
         )
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
-        until(lambda: any("serving" in line for line in self.lines) or self.process.poll() is not None, 60)
+        until(lambda: any("serving" in line for line in self.lines) or self.process.poll() is not None, patience)
         first = next((line for line in self.lines if "serving" in line), None)
         assert first is not None, self.lines
         self.address = first.split(" on ")[1].split()[0]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import UsageError, UserError
+from ..errors import UsageError
 from . import app, require, say
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ def serve(
     replicas: str = typer.Option("1", "--replicas", help="With --ray: a number, or MIN:MAX to scale by load."),
 ) -> None:
     """Serve a model over HTTP; images at different depths share one batch."""
+    import dataclasses
+
+    from ..bundle import find
     from ..engine import Engine, Limits
     from ..gateway import Options
 
@@ -54,7 +57,21 @@ def serve(
     options = Options(int(max_body * 2**20), max_images, body_timeout, api_key, tuple(cors))
     if ray:
         require("ray")
-        _serve_ray(locals())
+        from .. import ray as on_ray
+
+        arguments = {
+            "model": None if model is None else str(find(model)),
+            "replicas": replicas,
+            "slots": slots,
+            "queue": queue,
+            "overload": overload,
+            "device": device,
+            "threads": threads,
+            "grace": grace,
+            "limits": {**dataclasses.asdict(limits), "kappa": [min_kappa, 1e300 if max_kappa is None else max_kappa]},
+            "options": dataclasses.asdict(options),
+        }
+        on_ray.run(arguments, host, port, say)
         return
     from ..model import load
 
@@ -102,7 +119,3 @@ def _names(rules: str | None) -> tuple[str, ...] | None:
     for name in names:
         exits.find(name)
     return names
-
-
-def _serve_ray(asked: dict[str, Any]) -> None:
-    raise UserError("not there yet")
