@@ -301,10 +301,11 @@ def decide(
     late: NDArray[np.bool_] | None,
     max_steps: NDArray[np.integer],
     settled: NDArray[np.integer],
-) -> NDArray[np.integer]:
-    """The code of the reason each image ends for, or -1 where it goes on. The rule's own reason comes first.
+) -> NDArray[np.integer] | None:
+    """The code of the reason each image ends for, or -1 where it goes on; None when all go on.
 
-    `lyapunov` and `late` may be None where no image has such a limit. Budgets never exceed the full number of steps.
+    Of several reasons the rule's own comes first, then the order of the codes. `lyapunov` and `late` may be None where
+    no image has such a limit. Budgets never exceed the full number of steps.
     """
     settles, spent = score >= threshold, readings.step >= max_steps
     ended = settles | spent
@@ -313,7 +314,7 @@ def decide(
         if other is not None:
             ended |= other
     if not ended.any():
-        return np.full(len(score), -1)
+        return None
     code = np.where(spent, np.where(readings.step >= readings.steps, ExitReason.HORIZON, ExitReason.BUDGET), -1)
     if late is not None:
         code[late] = ExitReason.DEADLINE
@@ -323,7 +324,7 @@ def decide(
 
 
 def _past(readings: Readings, lyapunov: Floats) -> NDArray[np.bool_]:
-    """Whether time times exponent has reached the limit: ln(v_n / v_1) n / (n - 1), with no division."""
+    """Whether time times exponent, ln(v_n / v_1) n / (n - 1), has reached the limit; never at the first step."""
     growth = np.log(np.maximum(readings.speed, dynamics.TINY) / np.maximum(readings.first_speed, dynamics.TINY))
-    reached = growth * readings.step >= np.maximum(lyapunov, dynamics.TINY) * (readings.step - 1)
+    reached = growth * (readings.step / np.maximum(readings.step - 1, 0.5)) >= np.maximum(lyapunov, dynamics.TINY)
     return reached & (readings.step > 1)

@@ -173,9 +173,9 @@ class Slots:
         code = decide(readings, score, self._threshold[:rows], limit, late, self._max[:rows], self._settled[:rows])
         if self._watched:
             self._watch(readings, score)
-        ended = np.flatnonzero(code >= 0)
-        if not len(ended):
+        if code is None:
             return []
+        ended = np.flatnonzero(code >= 0)
         outcomes = [self._outcome(row, REASONS[code[row]], readings, now) for row in ended.tolist()]
         self._compact(ended)
         return outcomes

