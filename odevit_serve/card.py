@@ -66,7 +66,7 @@ def card(config: Config, name: str) -> str:
         lines.append("")
     if config.labels:
         lines += [
-            f"Classes: {', '.join(config.labels)}. Any other picture is answered with one of these all the same.",
+            f"Classes: {', '.join(config.labels)}. Any other picture gets one of these, too.",
             "",
         ]
     lines += ["```", f"odevit-serve predict --model {name} picture.jpg", "```", ""]
@@ -77,11 +77,12 @@ def _guarantee(config: Config) -> list[str]:
     calibration = config.exit.calibration
     if calibration is None:
         return ["Not calibrated: every image gets the full depth.", ""]
+    wrong = "is wrong where the full one is right"
+    failure = wrong if calibration.target == "accuracy" else "differs from the full one"
     return [
         "## Guarantee",
         "",
-        f"Stopping by `{config.exit.rule}` at {config.exit.threshold:.4g}, the early answer "
-        f"{'is wrong where the full one is right' if calibration.target == 'accuracy' else 'differs from the full one'} "
+        f"Stopping by `{config.exit.rule}` at {config.exit.threshold:.4g}, the early answer {failure} "
         f"on at most {calibration.epsilon:.2%} of images, with confidence {1 - calibration.delta:.0%}, for images drawn "
         f"like the {calibration.images:,} it was calibrated on. Seen on those: {calibration.observed:.2%}, at a mean "
         f"depth of {calibration.mean_steps:.2f} of {calibration.steps} steps.",

@@ -1,7 +1,7 @@
 """Labelled pictures on disk: folders, zip files read in place, CIFAR files, `datasets` names. No torch needed.
 
 `open_splits` is the one door: it says which splits a source has and gives each as an `Images`, from which single
-pictures are read on demand. Nothing is ever unpickled but CIFAR's own batches, by a reader that admits numpy arrays only.
+pictures are read on demand. Nothing is ever unpickled but CIFAR's own batches, by a reader that admits arrays only.
 """
 
 from __future__ import annotations

@@ -144,10 +144,10 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no images"):
         open_splits(tmp_path / "empty")
     (tmp_path / "text.txt").write_text("hello")
-    with pytest.raises(UserError, match="neither an image folder, a zip file nor an .npz file"):
+    with pytest.raises(UserError, match=r"neither an image folder, a zip file nor an \.npz file"):
         open_splits(tmp_path / "text.txt")
     (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 not really")
-    with pytest.raises(UserError, match="cannot be read as .npz"):
+    with pytest.raises(UserError, match=r"cannot be read as \.npz"):
         open_splits(tmp_path / "bad.npz")
     np.savez(tmp_path / "float.npz", x=np.zeros((2, 4, 4, 3)))
     with pytest.raises(UserError, match=r"must be uint8 .* not float64"):

@@ -26,9 +26,7 @@ def integrate(fields, x: Tensor, horizon: float, steps: int, solver: str, splitt
 
 
 def measured_order(fields, x: Tensor, exact: Tensor, solver: str, splitting: str, steps: int = 16) -> float:
-    errors = [
-        (integrate(fields, x, 1.0, n, solver, splitting) - exact).norm().item() for n in (steps, 2 * steps)
-    ]
+    errors = [(integrate(fields, x, 1.0, n, solver, splitting) - exact).norm().item() for n in (steps, 2 * steps)]
     return math.log2(errors[0] / errors[1])
 
 

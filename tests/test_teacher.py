@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -147,7 +148,13 @@ def test_the_older_names_of_transformers_are_read_too() -> None:
         state[f"embeddings.patch_embeddings.projection.{kind}"] = torch.zeros(size)
         for name in ("attention.attention.query", "attention.attention.key", "attention.attention.value"):
             state[f"encoder.layer.0.{name}.{kind}"] = torch.full(size, float(len(name)))
-        for name in ("attention.output.dense", "intermediate.dense", "output.dense", "layernorm_before", "layernorm_after"):
+        for name in (
+            "attention.output.dense",
+            "intermediate.dense",
+            "output.dense",
+            "layernorm_before",
+            "layernorm_after",
+        ):
             state[f"encoder.layer.0.{name}.{kind}"] = torch.zeros(size)
     named = to_timm_names(state, 1)
     assert named["blocks.0.attn.qkv.bias"].tolist() == [25.0] * 4 + [23.0] * 4 + [25.0] * 4
@@ -182,7 +189,7 @@ def test_distances_are_measured_between_layers_before_the_last_norm(weights: Pat
     distances = layer_distances(teacher, batches)
     with torch.no_grad():
         cls = [h[:, 0] for h in teacher.hidden(torch.cat(batches))]
-    expected = [(b - a).norm(dim=-1).mean().item() for a, b in zip(cls, cls[1:])]
+    expected = [(b - a).norm(dim=-1).mean().item() for a, b in itertools.pairwise(cls)]
     np.testing.assert_allclose(distances, expected, rtol=1e-5)
 
 
@@ -197,7 +204,7 @@ def test_a_schedule_rises_and_ends_at_the_last_step_and_layer(
     plan = checkpoints(np.array(distances), steps, temperature)
     assert list(plan) == sorted(plan)
     assert list(plan.values()) == sorted(set(plan.values()))
-    assert 1 <= min(plan)
+    assert min(plan) >= 1
     assert max(plan) == steps
     assert plan[steps] == len(distances)
 

@@ -60,7 +60,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         elif label == 1:
             image[:, :8] += 100
     path = tmp_path_factory.mktemp("data") / "halves.npz"
-    np.savez(path, x_train=x[:300].astype(np.uint8), y_train=labels[:300], x_test=x[300:].astype(np.uint8), y_test=labels[300:])
+    np.savez(
+        path,
+        x_train=x[:300].astype(np.uint8),
+        y_train=labels[:300],
+        x_test=x[300:].astype(np.uint8),
+        y_test=labels[300:],
+    )
     return path
 
 
@@ -96,7 +102,9 @@ def test_from_scratch_it_learns_and_leaves_a_whole_run_folder(data: Path, tmp_pa
     assert again.returncode == 2
     assert "already holds a run" in again.stderr
 
-    rows = json.loads(command("val", run / "bundle", "--data", data, "--steps", "4,8", "--horizon", "4,2", "--json").stdout)
+    rows = json.loads(
+        command("val", run / "bundle", "--data", data, "--steps", "4,8", "--horizon", "4,2", "--json").stdout
+    )
     assert [(r["steps"], r["horizon"], r["images"]) for r in rows] == [(4, 4, 60), (8, 4, 60), (4, 2, 60), (8, 2, 60)]
     model = ODEViT.from_pretrained(run / "bundle")
     x = np.load(data)["x_test"]
@@ -136,7 +144,13 @@ def test_a_teacher_gets_its_head_and_the_student_follows(data: Path, teacher: Pa
     assert "teacher layers by step" in done.stderr
     rows = json.loads(
         command(
-            "val", run / "bundle", "--data", data, "--teacher-weights", run / "teacher" / "teacher.safetensors", "--json"
+            "val",
+            run / "bundle",
+            "--data",
+            data,
+            "--teacher-weights",
+            run / "teacher" / "teacher.safetensors",
+            "--json",
         ).stdout
     )
     assert [r["steps"] for r in rows] == [2, 4, 6, 8]
@@ -166,7 +180,9 @@ def test_a_folder_of_unlabelled_pictures_is_enough(data: Path, teacher: Path, tm
 
 
 @pytest.mark.slow
-def test_killed_in_mid_epoch_and_resumed_it_ends_with_the_same_weights(data: Path, teacher: Path, tmp_path: Path) -> None:
+def test_killed_in_mid_epoch_and_resumed_it_ends_with_the_same_weights(
+    data: Path, teacher: Path, tmp_path: Path
+) -> None:
     words = [
         "train", data, *SMALL, "--teacher-weights", teacher, "--epochs", "3", "--set", "training.save_seconds=0.0",
         "--set", "training.ema=0.9", "--set", "training.optimizer='muon'", "--set", "training.random_depth=[3,5]",

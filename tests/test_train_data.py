@@ -47,7 +47,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_image(augment: str) -> Non
     torch.manual_seed(1)
     a = first[5][0]
     torch.manual_seed(2)
-    second[1], second[7]  # noqa: B018 (what was read before must not matter)
+    second[1], second[7]
     torch.testing.assert_close(second[5][0], a, rtol=0, atol=0)
     if augment != "none":
         variants = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,13 +136,16 @@ class Order(BatchSampler):
             yield rows[start * self.batch_size : (start + 1) * self.batch_size].tolist()
 
 
-def loader(pictures: Pictures, batch_size: int, seed: int = 0, shuffle: bool = False, workers: int = -1) -> DataLoader[Batch]:
+def loader(
+    pictures: Pictures, batch_size: int, seed: int = 0, shuffle: bool = False, workers: int = -1
+) -> DataLoader[Batch]:
     if shuffle and len(pictures) < batch_size:
         raise UserError(f"{len(pictures)} training images do not fill one batch of {batch_size}")
     if workers < 0:
         workers = 0 if pictures.images.in_memory else min(4, os.cpu_count() or 1)
+    source: Any = pictures  # its samples are single; `collate` makes the batches
     return DataLoader(
-        pictures,
+        source,
         batch_sampler=Order(len(pictures), batch_size, seed, shuffle),
         num_workers=workers,
         collate_fn=collate,

@@ -216,7 +216,8 @@ def fit(
                     save()
         values = {name: total / max(1, state.batch) for name, total in state.sums.items()}
         net = average.module if average else objective.net
-        values |= {**validate(net), **objective.watch(), "lr": rates[0].get_last_lr()[0], "seconds": state.seconds}
+        values |= {**validate(net), **objective.watch()}
+        values |= {"lr": float(rates[0].get_last_lr()[0]), "seconds": state.seconds}
         state.epoch, state.batch, state.sums = state.epoch + 1, 0, {}
         metrics.write(state.step, {"epoch": state.epoch, **values})
         say(f"epoch {state.epoch}/{plan.epochs}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
@@ -277,7 +278,9 @@ def _restore(path: Path, net: nn.Module, average: Any, steppers: list[Any], rate
 
 
 @contextmanager
-def _bar(say: Say, active: bool, state: Progress, plan: Plan, per_epoch: int) -> Iterator[Callable[[dict[str, float]], None]]:
+def _bar(
+    say: Say, active: bool, state: Progress, plan: Plan, per_epoch: int
+) -> Iterator[Callable[[dict[str, float]], None]]:
     """A progress bar with loss, speed and time left; a line a minute where there is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -300,7 +303,8 @@ def _bar(say: Say, active: bool, state: Progress, plan: Plan, per_epoch: int) ->
             TextColumn("loss {task.fields[loss]}, {task.fields[pace]} images/s, {task.fields[left]} h left"),
         ]
         with Progress(*columns, console=console, transient=True) as bar:
-            fields = {"epoch": f"{state.epoch + 1}/{plan.epochs}", "loss": "-", "pace": "-", "left": "-"}
+            fields: dict[str, Any] = dict.fromkeys(("loss", "pace", "left"), "-")
+            fields["epoch"] = f"{state.epoch + 1}/{plan.epochs}"
             task = bar.add_task("", total=per_epoch, completed=state.batch, **fields)
 
             def show(means: dict[str, float]) -> None:

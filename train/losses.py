@@ -54,7 +54,7 @@ class Scene:
     def pairs(self, targets: dict[int, Tensor], own: Callable[[Tensor], Tensor]) -> Tensor:
         """Mean over checkpoints of the squared error; from the last checkpoint on, the last target holds."""
         last = max(self.schedule)
-        plan = dict(self.schedule) | {n: self.schedule[last] for n in range(last, len(self.states) + 1)}
+        plan = dict(self.schedule) | dict.fromkeys(range(last, len(self.states) + 1), self.schedule[last])
         errors = [F.mse_loss(own(self.states[step - 1]), targets[layer]) for step, layer in plan.items()]
         return torch.stack(errors).mean()
 
@@ -100,7 +100,10 @@ def cross_entropy(scene: Scene) -> Tensor:
 
 def _divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     soft = F.kl_div(
-        (logits / temperature).log_softmax(-1), (teacher / temperature).log_softmax(-1), log_target=True, reduction="none"
+        (logits / temperature).log_softmax(-1),
+        (teacher / temperature).log_softmax(-1),
+        log_target=True,
+        reduction="none",
     )
     return soft.sum(-1).mean(-1) * temperature**2
 
@@ -150,7 +153,9 @@ def error_bound(psi: Psi, steps: int, radius: float, lipschitz: float) -> float:
     """
     attention = psi.attention
     heads = attention.heads
-    query, key, value = (m.weight.unflatten(0, (heads, -1)).float() for m in (attention.query, attention.key, attention.value))
+    query, key, value = (
+        m.weight.unflatten(0, (heads, -1)).float() for m in (attention.query, attention.key, attention.value)
+    )
     d = query.shape[1]
     mixing = torch.linalg.matrix_norm(key.mT @ query, 2)  # [H]: |W_K W_Q^T|
     curvature = radius**2 * torch.linalg.matrix_norm(value, 2) * (radius * mixing + d**0.5) / (steps**2 * d**0.5)

@@ -184,7 +184,7 @@ class ODEViT(nn.Module):
         own = self.config.integration
         steps, horizon = steps or own.steps, horizon or own.horizon
         solver, splitting = solver or own.solver, splitting or own.splitting
-        h, memory = horizon / steps, []
+        h, memory = horizon / steps, list[Tensor]()
         for step in range(1, steps + 1):
             x, velocity, memory = advance(self.psi.fields, x, h, memory, solver, splitting)
             yield Point(step, x, velocity)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .data import Batch
-from .losses import LOSSES, Scene, Target, error_bound
 from .loop import Objective
+from .losses import LOSSES, Scene, Target, error_bound
 from .model import ODEViT
 from .recipe import Training
 from .solvers import advance

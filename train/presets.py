@@ -11,7 +11,9 @@ _TINY = Teacher("timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k", 12, 192, 3, 4.
 _PAPER = Integration(horizon=12.0, steps=24, splitting="lie")
 
 
-def _paper(name: str, width: int, heads: int, mlp_ratio: float, registers: int, classes: int, distilled: bool) -> Config:
+def _paper(
+    name: str, width: int, heads: int, mlp_ratio: float, registers: int, classes: int, distilled: bool
+) -> Config:
     return Config(
         Architecture(224, 16, width, heads, mlp_ratio, classes, registers),
         _PAPER,

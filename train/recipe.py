@@ -157,9 +157,7 @@ class Recipe:
         )
         size = (architecture.channels, architecture.image_size, architecture.image_size)
         transform = dataclasses.replace(preprocessing or preset.preprocessing, input_size=size)
-        return Config(
-            architecture, integration, transform, labels, name=self.name or self.preset, teacher=None
-        )
+        return Config(architecture, integration, transform, labels, name=self.name or self.preset, teacher=None)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

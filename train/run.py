@@ -30,8 +30,8 @@ from ..data import Images, open_splits, split_off
 from ..errors import UsageError, UserError
 from .curves import draw_curves
 from .data import Pictures, loader
-from .losses import NEEDS_LABELS
 from .loop import Plan, Progress, Say, accelerator, fit
+from .losses import NEEDS_LABELS
 from .model import ODEViT
 from .objectives import Distillation, FineTuning
 from .recipe import Recipe
@@ -63,7 +63,9 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
             scratch.write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
     say(f"{len(learning):,} images to learn from, {len(validation):,} to choose the model by")
 
-    teacher = make_teacher(recipe, learning, validation, folder / "teacher", machine, say) if recipe.teacher.used else None
+    teacher = (
+        make_teacher(recipe, learning, validation, folder / "teacher", machine, say) if recipe.teacher.used else None
+    )
     config = student_config(recipe, learning, teacher)
     student = ODEViT(config)
     schedule = None
@@ -179,7 +181,7 @@ def make_teacher(
         choose_classes(teacher, spec.classes or learning.classes)
     teacher = teacher.requires_grad_(False).eval().to(machine.device)
     if teacher.facts.accuracy is None and validation.labels is not None and outputs:
-        judge = Judge(validation, teacher.preprocessing, settings.batch_size, None, machine)
+        judge = Judge(validation, teacher.preprocessing or wanted.preprocessing, settings.batch_size, None, machine)
         teacher.facts = with_accuracy(teacher.facts, round(judge(teacher)["accuracy"], 5))
     if teacher.facts.accuracy is not None:
         say(f"teacher {teacher.facts.name}: {teacher.facts.accuracy:.2%} on the images the model is chosen by")
@@ -191,17 +193,18 @@ def train_teacher(
 ) -> None:
     """Probe or fine-tune; leaves teacher.safetensors and teacher.json in `folder`."""
     spec = recipe.teacher
-    assert teacher.preprocessing is not None
+    spec_of_pictures = teacher.preprocessing
+    assert spec_of_pictures is not None
     teacher.requires_grad_(spec.head == "finetune")
     teacher.vit.head.requires_grad_(True)
-    judge = Judge(validation, teacher.preprocessing, spec.batch_size, None, machine)
-    pictures = Pictures(learning, teacher.preprocessing, recipe.data.augment, recipe.training.seed)
+    judge = Judge(validation, spec_of_pictures, spec.batch_size, None, machine)
+    pictures = Pictures(learning, spec_of_pictures, recipe.data.augment, recipe.training.seed)
 
     def keep(net: nn.Module, values: dict[str, float]) -> None:
         assert isinstance(net, Teacher)
         net.save(folder / "teacher.safetensors.best")
         net.facts = with_accuracy(net.facts, round(values["accuracy"], 5), f"{spec.head}, {spec.epochs} epochs")
-        facts = {"teacher": dataclasses.asdict(net.facts), "preprocessing": dataclasses.asdict(teacher.preprocessing)}  # type: ignore[call-overload]
+        facts = {"teacher": dataclasses.asdict(net.facts), "preprocessing": dataclasses.asdict(spec_of_pictures)}
         with bundle.atomic(folder / "teacher.json") as scratch:
             scratch.write_text(json.dumps(facts, indent=2) + "\n")
 

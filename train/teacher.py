@@ -96,7 +96,7 @@ def _from_timm(name: str, shape: Architecture, drop_path: float) -> Teacher:
     import timm
 
     try:
-        vit = timm.create_model(
+        vit: Any = timm.create_model(
             name, pretrained=True, img_size=shape.image_size, patch_size=shape.patch_size, drop_path_rate=drop_path
         )
     except Exception as error:  # unknown names, no network, models that take no img_size
@@ -260,15 +260,16 @@ def new_head(teacher: Teacher, classes: int) -> None:
 
 def copy_into(teacher: Teacher, student: ODEViT, warm_start: int = -1) -> None:
     """Plug and play: the student gets its own copies of everything but psi; `warm_start` names a block for psi too."""
-    vit, shape = teacher.vit, student.config.architecture
+    vit: Any = teacher.vit
+    shape = student.config.architecture
     with torch.no_grad():
-        proj: Any = vit.patch_embed.proj
+        proj = vit.patch_embed.proj
         student.patch.weight.copy_(proj.weight)
         bias: Any = student.patch.bias
         bias.copy_(proj.bias if proj.bias is not None else torch.zeros_like(bias))
         student.cls.copy_(vit.cls_token)
         student.position.copy_(vit.pos_embed)
-        head: Any = vit.head
+        head = vit.head
         if head.out_features != shape.classes:
             raise UsageError(f"the teacher's head has {head.out_features} classes, the student's {shape.classes}")
         student.head.weight.copy_(head.weight)
@@ -318,7 +319,9 @@ def layer_distances(teacher: Teacher, batches: Sequence[Tensor]) -> np.ndarray:
     return total / count
 
 
-def checkpoints(distances: np.ndarray, steps: int, temperature: float = 1.0, layers: Sequence[int] = ()) -> dict[int, int]:
+def checkpoints(
+    distances: np.ndarray, steps: int, temperature: float = 1.0, layers: Sequence[int] = ()
+) -> dict[int, int]:
     """Step -> teacher layer it should have reached: time shared by a softmax of the distances; ends at (steps, last).
 
     Where several layers fall on one step, the deepest is kept, so that the schedule is strictly rising.
@@ -354,9 +357,7 @@ class Memory:
         self.cls = array("cls", (rows, layers, width), np.float16)
         self.logits = array("logits", (rows, classes), np.float32)
 
-    def answer(
-        self, rows: Tensor, view: int, compute: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+    def answer(self, rows: Tensor, view: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """CLS states [B,layers,D] and logits [B,C], from memory if all of the batch is there."""
         where = view * self.images + rows.numpy()
         if not self.known[where].all():

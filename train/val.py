@@ -63,9 +63,9 @@ def validate(
         expected = expert(batch.pixel_values) if expert else None
         if expected is not None:
             right += int((expected.argmax(-1) == batch.labels).sum())
-        for row, (n, horizon) in enumerate(grid):
+        for place, (n, horizon) in enumerate(grid):
             logits = student(batch.pixel_values, steps=n, horizon=horizon, solver=solver, splitting=splitting)
-            sums[row] += _judge(logits, batch.labels, logits if expected is None else expected).double().sum(0)
+            sums[place] += _judge(logits, batch.labels, logits if expected is None else expected).double().sum(0)
     rows = []
     for (n, horizon), total in zip(grid, (sums / len(images)).tolist()):
         row: dict[str, Any] = {"steps": n, "horizon": horizon, "solver": solver or own.solver, "images": len(images)}

@@ -26,7 +26,6 @@ EXTRAS = {  # extra -> the modules that show whether it is installed
     "ray": ("ray",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx",),
-    "plot": ("matplotlib",),
     "triton": ("tritonclient",),
 }
 
@@ -81,6 +80,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import calibrate, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
+from . import bench, calibrate, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "calibrate", "export", "info", "main", "predict", "require", "say", "serve", "train"]
+__all__ = ["app", "bench", "calibrate", "export", "info", "main", "predict", "require", "say", "serve", "train"]
