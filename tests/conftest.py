@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads that wait for each other cost more than they give
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"  # real weights and images, where a developer has them
+# Real weights and images, where a developer has them.
+DATA = Path(os.environ.get("ODEVIT_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 
 
 @pytest.fixture(scope="session")
