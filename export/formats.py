@@ -22,7 +22,7 @@ class Format:
     name: str
     purpose: str
     depth: str
-    makes: str  # what is written, {name} standing for the model
+    makes: str  # what is written when --output is not given
     options: tuple[str, ...]
     extras: tuple[str, ...]
 
@@ -38,7 +38,7 @@ FORMATS = {
             "onnx",
             "embedding anywhere",
             "fixed, unrolled; weights stored once",
-            "{name}.onnx",
+            "{name}-{steps}steps.onnx",
             (*DEPTH, *PRECISION, "with-attention"),
             ("export",),
         ),
@@ -46,7 +46,7 @@ FORMATS = {
             "onnx-adaptive",
             "embedding with early exit inside the graph",
             "per image; rows that have exited are not computed",
-            "{name}-adaptive.onnx",
+            "{name}-{steps}steps-adaptive.onnx",
             (*DEPTH, *PRECISION),
             ("export",),
         ),
@@ -62,7 +62,7 @@ FORMATS = {
             "tensorrt",
             "NVIDIA GPUs",
             "that of its source: unrolled, parts or adaptive",
-            "{name}.engine, or a folder of them for parts",
+            "{name}-{steps}steps-{source}.engine, or a folder of engines",
             (*DEPTH, *PRECISION, "with-attention", "batch", "gpu", "source"),
             ("export", "tensorrt-rtx"),
         ),
@@ -70,7 +70,7 @@ FORMATS = {
             "triton",
             "Triton Inference Server",
             "fixed, unrolled",
-            "{name}/config.pbtxt, labels.txt, 1/model.onnx",
+            "triton/{name}/: config.pbtxt, labels.txt, 1/model.onnx",
             (*DEPTH, *PRECISION, "with-attention", "batch"),
             ("export", "triton"),
         ),
@@ -106,7 +106,7 @@ def rows() -> list[dict[str, str]]:
             "format": entry.name,
             "for": entry.purpose,
             "depth": entry.depth,
-            "writes": entry.makes.replace("{name}", "NAME"),
+            "writes": entry.makes.format(name="NAME", steps="N", source="SOURCE"),
             "options": " ".join(f"--{option}" for option in entry.options),
             "needs": entry.install,
         }

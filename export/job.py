@@ -164,8 +164,9 @@ class Job:
         self.pieces = Pieces(folded)
         if kind == "int8":
             images = precision.needed(self.pictures)
-            with self.stage(f"measure activations on {len(images.pixels)} images"):
-                seen = precision.ranges(folded, images.pixels)
+            some = images.pixels[: precision.WATCHED]
+            with self.stage(f"measure activations on {len(some)} images"):
+                seen = precision.ranges(folded, some)
             symmetric = self.settings.format == "tensorrt"
             self.pieces.quantise = partial(precision.quantise, seen=seen, symmetric=symmetric)
 
@@ -305,6 +306,10 @@ class Job:
 
 def _integration(config: Config, settings: Settings) -> Integration:
     own = config.integration
+    for name, known in (("solver", bundle.SOLVERS), ("splitting", bundle.SPLITTINGS)):
+        given = getattr(settings, name)
+        if given is not None and given not in known:
+            raise UsageError(formats.nearest(name, given, known))
     return Integration(
         own.horizon if settings.horizon is None else settings.horizon,
         own.steps if settings.steps is None else settings.steps,
@@ -400,10 +405,11 @@ def export(source: str | None, settings: Settings, say: Callable[[str], None] = 
     job = Job(source, settings, say)
     refuse_existing(job)
     try:
-        job.target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".odevit-serve-", dir=job.target.parent))
+        beside = job.target if settings.format == "parts" and job.target.is_dir() else job.target.parent
+        beside.mkdir(parents=True, exist_ok=True)  # on the same disk, or a move would not be one step
+        scratch = Path(tempfile.mkdtemp(prefix=".odevit-serve-", dir=beside))
     except OSError as error:
-        raise UserError(f"cannot write to {job.target.parent}: {error.strerror}") from None
+        raise UserError(f"cannot write beside {job.target}: {error.strerror}") from None
     try:
         job.load()
         made = MAKERS[settings.format](job, scratch)

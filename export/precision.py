@@ -29,7 +29,8 @@ PRECISIONS = ("fp32", "fp16", "int8")
 MATRICES = ("attention.project", "attention.output", "mlp.up", "mlp.down")
 BUNDLED = "calibration.zip"  # pictures that a bundle may bring along
 WEIGHT_LEVELS = 63  # 7 bits: kernels for CPUs without VNNI add two products in 16 bits, where 8 would overflow unseen
-MOST_IMAGES = 512
+MOST_IMAGES = 512  # to compare answers on
+WATCHED = 128  # of them, to measure activations on
 Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..bundle import Config
-from ..errors import UserError
+from ..errors import MissingExtra, UserError
 from .checks import Check
 
 LABELS, CONFIG = "labels.txt", "config.pbtxt"
@@ -40,12 +40,12 @@ dynamic_batching {{
 
 
 def check_config(text: str) -> Check:
-    """The text parsed by the schema that Triton publishes in its client package, where that is installed."""
+    """The text parsed by the schema that Triton publishes in its client package."""
     try:
         from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2
     except ImportError:
-        return Check("config.pbtxt", "not parsed: pip install 'odevit-serve[triton]' checks it", "Triton's schema")
+        raise MissingExtra("triton") from None
     message: Any = model_config_pb2.ModelConfig()
     try:
         text_format.Parse(text, message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -202,7 +203,7 @@ def test_an_existing_file_needs_overwrite(command: Command, folder: Path) -> Non
         (["model", "--format", "tensorr"], 2, "did you mean 'tensorrt'?"),
         (["model", "--stepz", "3"], 2, "--steps"),
         (["model", "--precision", "int4"], 2, "unknown precision 'int4': did you mean 'int8'?"),
-        (["model", "--solver", "eular"], 2, "unknown solver 'eular'"),
+        (["model", "--solver", "eular"], 2, "unknown solver 'eular': did you mean 'euler'?"),
         (["model", "--steps", "0"], 2, "steps must be at least 1, not 0"),
         (["model", "--horizon", "-1"], 2, "horizon must be a positive number, not -1.0"),
         (["model", "--format", "parts", "--steps", "3"], 2, "--steps means nothing to the format parts"),
@@ -256,6 +257,17 @@ def test_the_list_is_complete_and_needs_no_torch(command: Command) -> None:
     assert [row["format"] for row in rows] == list(formats.FORMATS)
     probe = "import sys; from odevit_serve.export import formats; formats.rows(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("format", "module", "extra"), [("onnx", "onnxscript", "export"), ("triton", "tritonclient", "triton")]
+)
+def test_a_missing_package_is_told_with_the_line_to_run(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, format: str, module: str, extra: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    assert command("model", "--format", format) == (1, "", f"pip install 'odevit-serve[{extra}]'\n")
 
 
 def test_every_option_in_the_list_is_one_of_the_command() -> None:
