@@ -55,7 +55,7 @@ async def generate(
     clients: int,
     seconds: float,
     path: str = "/v1/predict",
-    headers: str = "",
+    kind: str = "application/octet-stream",
     most: int = 1_000_000,
     seed: int = 0,
 ) -> Load:
@@ -63,8 +63,7 @@ async def generate(
     load, left = Load(clients), [most]
     host, port = urlsplit(address).hostname or "127.0.0.1", urlsplit(address).port or 80
     messages = [
-        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/octet-stream\r\n{headers}"
-        f"Content-Length: {len(body)}\r\n\r\n".encode()
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body
         for body in bodies
     ]

@@ -1,0 +1,269 @@
+"""Four ways to serve one model, under the same load, in one run.
+
+Every system is a process of its own with the same number of threads, and all are sent the same pictures, as base64 in
+JSON, by the same clients. Rounds are interleaved, so that what else the machine does falls on all of them alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import bundle, images
+from .clients import generate
+from .errors import UserError
+from .model import BundleModel, Prediction, load
+from .slots import Job, Outcome, Slots
+
+SYSTEMS = {
+    "continuous": "this engine",
+    "synchronous": "the same engine, a batch runs until all of it has exited",
+    "fixed": "fixed depth, dynamic batching (this server, unrolled ONNX)",
+    "litserve": "LitServe, unrolled ONNX",
+}
+CLIENTS = (1, 8, 32, 128)
+SLOTS = 32
+
+
+class SynchronousSlots(Slots):
+    """A batch as other early-exit systems run it: nobody comes in, and nobody leaves, until the last one is done."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._done: dict[int, Outcome] = {}
+
+    @property
+    def free(self) -> int:
+        return 0 if self.active else self.capacity
+
+    def step(self) -> list[Outcome]:
+        for outcome in super().step():
+            self._done.setdefault(id(outcome.job.key), outcome)
+        if len(self._done) < self.active:
+            return []
+        done = list(self._done.values())
+        self.clear()
+        return done
+
+    def cancel(self, key: Any) -> bool:
+        return False  # its row is computed to the end all the same
+
+    def clear(self) -> tuple[Job, ...]:
+        jobs, self._done = self.jobs, {}
+        if jobs:
+            super()._compact(np.arange(self.active))
+        return jobs
+
+    def _compact(self, ended: np.ndarray) -> None:
+        pass
+
+
+def serve_synchronous(source: str, port: int, threads: int) -> None:
+    from .cli.serve import run, set_up_logging
+    from .engine import Engine
+    from .gateway import Options
+
+    set_up_logging("off")
+    model = load(source, threads=threads)
+    assert isinstance(model, BundleModel)
+    engine = Engine(model, core=SynchronousSlots(model.graphs, SLOTS), queue=1024)
+    run(engine, Options(), "127.0.0.1", port, 5.0, 1024)
+
+
+@contextlib.contextmanager
+def process(system: str, model: Path, unrolled: Path, threads: int) -> Iterator[str]:
+    """A server of one of the systems, ready; gives its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source = unrolled if system in ("fixed", "litserve") else model
+    if system in ("continuous", "fixed"):
+        options = ["--slots", str(SLOTS), "--queue", "1024", "--log", "off", "--threads", str(threads)]
+        command = [sys.executable, "-m", "odevit_serve", "serve", str(source), "--port", str(port), *options]
+    else:
+        module = "odevit_serve.bench_litserve" if system == "litserve" else "odevit_serve.bench"
+        command = [sys.executable, "-m", module, str(source), str(port), str(threads)]
+    own = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait(own, f"{address}/{'health' if system == 'litserve' else 'v2/health/ready'}", system)
+        yield address
+    finally:
+        own.terminate()
+        try:
+            own.wait(10)
+        except subprocess.TimeoutExpired:
+            own.kill()
+            own.wait()
+
+
+def _wait(own: subprocess.Popen[bytes], address: str, system: str) -> None:
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and own.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            if urllib.request.urlopen(address, timeout=1).status == 200:
+                return
+        time.sleep(0.1)
+    raise UserError(f"{system} did not come up")
+
+
+def compare(
+    model: Path,
+    unrolled: Path,
+    pictures: Sequence[bytes],
+    clients: Sequence[int] = CLIENTS,
+    seconds: float = 4.0,
+    rounds: int = 3,
+    threads: int | None = None,
+    systems: Sequence[str] = tuple(SYSTEMS),
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Medians over rounds of what the clients saw, by system and number of clients."""
+    threads = threads or os.cpu_count() or 1
+    bodies = [json.dumps({"image": base64.b64encode(picture).decode()}).encode() for picture in pictures]
+    seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as stack:
+        addresses = {name: stack.enter_context(process(name, model, unrolled, threads)) for name in systems}
+        for name in systems:
+            _load(addresses[name], name, bodies, max(clients), 1.0)  # what only the first pays for
+        for turn in range(rounds):
+            for count in clients:
+                for name in [*systems[turn % len(systems) :], *systems[: turn % len(systems)]]:
+                    summary = _load(addresses[name], name, bodies, count, seconds)
+                    seen.setdefault((name, count), []).append(summary)
+                    speed = f"{summary['images_per_second']:.0f} images/s"
+                    say(f"round {turn + 1}/{rounds}, {count} clients, {name}: {speed}")
+    full = bundle.read_config(model).integration.steps
+    rows = [_median(name, count, runs, full) for (name, count), runs in seen.items()]
+    rows.sort(key=lambda row: (row["clients"], list(SYSTEMS).index(row["system"])))
+    return {"rows": rows, "ratios": ratios(rows), "threads": threads, "rounds": rounds, "seconds": seconds, **_where()}
+
+
+def _load(address: str, system: str, bodies: list[bytes], clients: int, seconds: float) -> dict[str, Any]:
+    path = "/predict" if system == "litserve" else "/v1/predict"
+    return asyncio.run(generate(address, bodies, clients, seconds, path, kind="application/json")).summary()
+
+
+def _median(name: str, clients: int, runs: list[dict[str, Any]], full: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"system": name, "clients": clients}
+    for key in ("images_per_second", "p50_ms", "p95_ms", "p99_ms"):
+        values = [run[key] for run in runs]
+        row[key] = statistics.median(values)
+        row[f"{key}_spread"] = [min(values), max(values)]
+    depths = [run["mean_depth"] for run in runs if run["mean_depth"] is not None]
+    row["mean_depth"] = statistics.mean(depths) if depths else float(full)
+    row["images"] = sum(run["images"] for run in runs)
+    row["errors"] = sum(run["errors"] for run in runs)
+    return row
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """This engine against each other system, by number of clients: throughput, and p99."""
+    by = {(row["system"], row["clients"]): row for row in rows}
+    answer: dict[str, Any] = {}
+    for (name, count), row in by.items():
+        own = by.get(("continuous", count))
+        if name != "continuous" and own:
+            answer.setdefault(str(count), {})[name] = {
+                "images_per_second": own["images_per_second"] / row["images_per_second"],
+                "p99": own["p99_ms"] / row["p99_ms"],
+            }
+    return answer
+
+
+def _where() -> dict[str, Any]:
+    import onnxruntime
+
+    versions = {"python": platform.python_version(), "onnxruntime": onnxruntime.__version__}
+    with contextlib.suppress(ImportError):
+        import litserve
+
+        versions["litserve"] = litserve.__version__
+    return {"machine": {"processor": platform.machine(), "cores": os.cpu_count()}, "versions": versions}
+
+
+def depths(model: BundleModel, pictures: Sequence[bytes]) -> dict[str, Any]:
+    """How deep the pictures go: a comparison says little when they all go equally deep."""
+    steps = [prediction.steps for prediction in model.predict(list(pictures))]
+    full = model.config.integration.steps
+    return {"full": full, "mean": statistics.mean(steps), "counts": {n: steps.count(n) for n in sorted(set(steps))}}
+
+
+def some_pictures(count: int, side: int) -> list[bytes]:
+    """Made-up pictures, from smooth to rough, for want of real ones."""
+    from PIL import Image
+
+    random, made = np.random.default_rng(0), []
+    for number in range(count):
+        rough = random.integers(0, 256, (2 ** (1 + number % 5), 2 ** (1 + number % 5), 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(rough).resize((side, side), Image.Resampling.BICUBIC).save(buffer, "PNG")
+        made.append(buffer.getvalue())
+    return made
+
+
+def real_pictures(folder: str, count: int) -> list[bytes]:
+    found = list(images.walk([folder]))
+    if not found:
+        raise UserError(f"{folder} has no pictures")
+    chosen = np.random.default_rng(0).permutation(len(found))[:count]
+    return [Path(found[i]).read_bytes() for i in chosen.tolist()]
+
+
+def random_bundle(folder: Path, pictures: Sequence[bytes]) -> Path:
+    """The preset `tiny` with random weights, and an exit policy under which pictures end at many depths."""
+    import torch
+
+    from .bundle import ExitPolicy
+    from .export import parts
+    from .train.model import ODEViT
+    from .train.presets import PRESETS
+
+    torch.manual_seed(0)
+    model = ODEViT(PRESETS["tiny"]).eval()
+    with torch.no_grad():
+        model.head.weight.normal_()
+        pixels = torch.stack(
+            [torch.from_numpy(images.prepare(images.read(p), model.config.preprocessing)) for p in pictures]
+        )
+        points = list(model.trajectory(model.stem(pixels)))
+        states = torch.stack([model.stem(pixels)[:, 0], *(p.state[:, 0] for p in points)])
+        travel = (states[-1] - states).norm(dim=-1).mean(1)
+    policy = ExitPolicy(threshold=1.0, travel=tuple(travel.tolist()))
+    model.config = dataclasses.replace(model.config, exit=policy, name="random-tiny")
+    model.save_pretrained(folder)
+    parts(folder)
+    loaded = load(folder)
+    assert isinstance(loaded, BundleModel)
+    scores = np.array([_scores(p) for p in loaded.predict(list(pictures), adaptive=False, trace=True)])  # [B,N]
+    kappas = np.geomspace(1e-4, 100, 400)
+    mean = [np.where((scores >= k).any(1), (scores >= k).argmax(1) + 1, scores.shape[1]).mean() for k in kappas]
+    chosen = kappas[int(np.argmin(np.abs(np.array(mean) - scores.shape[1] / 2)))]
+    bundle.write_config(folder, loaded.config.replace(exit=dataclasses.replace(policy, threshold=float(chosen))))
+    return folder
+
+
+def _scores(prediction: Prediction) -> list[float]:
+    return [step.margin / max(step.travel or 0.0, 1e-12) for step in prediction.trace]
+
+
+if __name__ == "__main__":
+    serve_synchronous(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
