@@ -58,6 +58,7 @@ def clash(folder: Path | None = None) -> str | None:
 
 
 _told: set[str] = set()
+_absent: set[str] = set()  # providers that did not come up; asking again would take as long and end the same
 
 
 def _warn_once(text: str) -> None:
@@ -92,23 +93,23 @@ def open_session(
     ort = runtime()
     wanted = "cuda" if device == "auto" else device
     provider = PROVIDERS[wanted][0]
-    if provider not in ort.get_available_providers():
-        if device != "auto":
-            raise UserError(f"device {device!r} cannot be had: {_why_not(ort, provider)}")
-        _warn_once(f"running on the CPU: {_why_not(ort, provider)}")
-        return _create(ort, source, [CPU], threads, spin)
-    session = _create(ort, source, PROVIDERS[wanted], threads, spin)
-    if session.get_providers()[0] != provider:  # what it runs on, not what the wheel claims to have
+    session = None
+    if provider in ort.get_available_providers() and provider not in _absent:
+        session = _create(ort, source, PROVIDERS[wanted], threads, spin)
+        if session.get_providers()[0] != provider:  # what it runs on, not what the wheel claims to have
+            _absent.add(provider)
+    if session is None or provider in _absent:
         if device != "auto":
             raise UserError(f"device {device!r} cannot be had: {_why_not(ort, provider)}")
         _warn_once(f"running on the CPU: {_why_not(ort, provider)}")
     both = clash()
     if both:
         _warn_once(both)
-    return session
+    return session or _create(ort, source, [CPU], threads, spin)
 
 
 def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int | None, spin: bool) -> Any:
+    """A session; one on the CPU where the providers asked for cannot be set up."""
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures are told in our own words
     if threads is not None:
@@ -118,10 +119,17 @@ def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int |
     name = "the graph" if isinstance(source, bytes) else str(source)
     if isinstance(source, Path) and not source.is_file():
         raise UserError(f"{source} does not exist" if not source.exists() else f"{source} is not a file")
+    content = source if isinstance(source, bytes) else str(source)
+    ort.set_default_logger_severity(4)
     try:
-        return ort.InferenceSession(source if isinstance(source, bytes) else str(source), options, providers=providers)
+        # Without onnxruntime's own fallback, which prints to stdout.
+        return ort.InferenceSession(content, options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime's own classes share no other base
+        if providers != [CPU]:
+            return _create(ort, source, [CPU], threads, spin)
         raise UserError(f"{name} is no readable ONNX file: {_first_line(error)}") from None
+    finally:
+        ort.set_default_logger_severity(2)
 
 
 def _first_line(error: Exception) -> str:

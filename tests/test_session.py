@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from odevit_serve import bundle, session
 from odevit_serve.bundle import Config
 from odevit_serve.errors import UsageError, UserError
-from odevit_serve.session import CPU, CUDA, Graphs, open_session, properties, read_metadata
+from odevit_serve.session import CPU, CUDA, TENSORRT, Graphs, open_session, properties, read_metadata
 
 
 @pytest.fixture
@@ -177,14 +177,17 @@ def test_bad_device_and_threads(tiny_bundle: Path) -> None:
 class Fake:
     """An onnxruntime whose wheel claims providers that do not come up."""
 
-    def __init__(self, real: Any, claims: list[str], works: list[str], folder: Path):
+    def __init__(self, real: Any, claims: list[str], works: list[str], folder: Path, raises: bool = False):
         self.__dict__.update(vars(real))
         self.__file__ = str(folder / "onnxruntime" / "__init__.py")
         self.get_available_providers = lambda: claims
         self.asked: list[list[str]] = []
 
-        def create(source: Any, options: Any, providers: list[str]) -> Any:
+        def create(source: Any, options: Any, providers: list[str], enable_fallback: int) -> Any:
+            assert not enable_fallback  # onnxruntime's own fallback prints to stdout
             self.asked.append(providers)
+            if raises and providers != [CPU]:
+                raise RuntimeError("EP Error")
             return types.SimpleNamespace(get_providers=lambda: [p for p in providers if p in works])
 
         self.InferenceSession = create
@@ -197,8 +200,9 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     (tmp_path / "onnxruntime" / "capi").mkdir(parents=True)
     monkeypatch.setattr(session, "_told", set())
 
-    def make(claims: list[str], works: list[str]) -> Fake:
-        ort = Fake(onnxruntime, claims, works, tmp_path)
+    def make(claims: list[str], works: list[str], raises: bool = False) -> Fake:
+        monkeypatch.setattr(session, "_absent", set())
+        ort = Fake(onnxruntime, claims, works, tmp_path, raises)
         monkeypatch.setattr(session, "runtime", lambda: ort)
         return ort
 
@@ -221,8 +225,9 @@ def test_auto_on_a_cpu_wheel(fake: Any) -> None:
 
 
 def test_a_named_device_is_a_demand(fake: Any) -> None:
-    for claims in ([CUDA, CPU], [CPU]):  # listed but silently not there; not even listed
-        fake(claims, [CPU])
+    # listed but silently not there; listed, and raising when it is set up; not even listed
+    for claims, raises in (([TENSORRT, CUDA, CPU], False), ([TENSORRT, CUDA, CPU], True), ([CPU], False)):
+        fake(claims, [CPU], raises)
         for device in ("cuda", "tensorrt"):
             with pytest.raises(UserError, match=f"device '{device}' cannot be had: "):
                 open_session(b"", device)
