@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
@@ -43,6 +44,7 @@ def command(*words: str | Path, check: bool = True) -> subprocess.CompletedProce
         code = int(end.code or 0)
     finally:
         sys.argv = argv
+        AcceleratorState._reset_state(True)  # one a process: a user's next command would have its own
     if check:
         assert code == 0, err.getvalue()
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
@@ -270,6 +272,14 @@ def test_bad_input_is_one_sentence(data: Path, tmp_path: Path, words: tuple[str,
     assert done.returncode == code
     assert message in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting", ["training.mixed_precision='bf16'", "training.checkpointing=true", "training.truncate=2"]
+)
+def test_options_of_the_loop_train_too(data: Path, tmp_path: Path, setting: str) -> None:
+    command("train", data, *SMALL, "--epochs", "1", "--set", setting, "-o", tmp_path / "run")
+    assert (tmp_path / "run" / "bundle" / "model.safetensors").is_file()
 
 
 def test_dry_run_prints_the_recipe_and_trains_nothing(data: Path, tmp_path: Path) -> None:
