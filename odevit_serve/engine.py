@@ -12,139 +12,49 @@ or failed with a reason, whatever happens to the engine.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from . import images
-from .dynamics import Floats
 from .errors import UsageError, UserError
-from .exits import RULES, Depth
-from .line import Line, Priority
-from .model import Attention, BundleModel, Failure, FileModel, Prediction
+from .exits import Depth
+from .line import Line
+from .model import Attention, BundleModel, Failure, FileModel
+from .request import (
+    Answer,
+    DeadlineExceeded,
+    Limits,
+    NotAPicture,
+    Overloaded,
+    Request,
+    Settings,
+    StepFailed,
+    Unavailable,
+)
 from .slots import Job, Outcome, Slots
 from .stats import Stats
 from .whole import WholeSlots
 
+__all__ = [
+    "Answer",
+    "DeadlineExceeded",
+    "Engine",
+    "Limits",
+    "NotAPicture",
+    "Overloaded",
+    "Settings",
+    "StepFailed",
+    "Unavailable",
+]
 log = logging.getLogger("odevit_serve.engine")
 OVERLOADS = ("refuse", "depth")
-RELAXED = 0.25  # fill of the queue up to which nobody's depth is lowered
-SHALLOWEST = 1 / 3  # of the full depth: what is left of it when the queue is full
-
-
-class Overloaded(UserError):
-    """The queue is full; nothing was accepted."""
-
-    def __init__(self, waiting: int, queue: int, retry_after: float):
-        super().__init__(f"the queue is full ({waiting} of {queue} places taken): try again in {retry_after:.1f} s")
-        self.retry_after = retry_after
-
-
-class Unavailable(UserError):
-    """The engine is not ready, shutting down or broken."""
-
-
-class DeadlineExceeded(UserError):
-    """The deadline came before the first step."""
-
-
-class NotAPicture(UserError):
-    """What was sent cannot be read as a picture."""
-
-
-class StepFailed(UserError):
-    """The computation itself went wrong."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What one request asks for; None leaves it to the bundle."""
-
-    max_steps: int | None = None
-    rule: str | None = None
-    threshold: float | None = None
-    kappa: float | None = None  # the threshold of the contraction rules
-    adaptive: bool = True
-    steps: int | None = None  # cut the horizon into this many
-    deadline_ms: float | None = None  # from now; the best answer so far is given then
-    priority: str = Priority.INTERACTIVE
-    trace: bool = False  # keep the numbers of every step
-    attention: bool = False  # the map where it exits
-    states: bool = False  # the state and the map at every step, the start included
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What requests may ask for; the operator sets it."""
-
-    rules: tuple[str, ...] | None = None  # None: any that is registered
-    kappa: tuple[float, float] = (0.0, math.inf)
-    max_steps: int | None = None  # no request goes deeper
-    grid: int = 4  # `steps` may be at most this many times the bundle's own
-
-    def check(self, settings: Settings, own_steps: int) -> None:
-        rule, kappa, budget = settings.rule, settings.kappa, settings.max_steps
-        if self.rules is not None and rule is not None and rule not in self.rules:
-            raise UsageError(f"rule {rule!r} is not allowed here: choose one of {', '.join(self.rules)}")
-        contracts = rule is None or (rule in RULES and RULES[rule].contracts)
-        if kappa is None and contracts:
-            kappa = settings.threshold
-        if kappa is not None and not self.kappa[0] <= kappa <= self.kappa[1]:
-            raise UsageError(f"kappa must lie between {self.kappa[0]:g} and {self.kappa[1]:g} here, not {kappa:g}")
-        if budget is not None and self.max_steps is not None and budget > self.max_steps:
-            raise UsageError(f"max_steps may be at most {self.max_steps} here, not {budget}")
-        if settings.steps is not None and settings.steps > self.grid * own_steps:
-            raise UsageError(f"steps may be at most {self.grid * own_steps} here, not {settings.steps}")
-        if settings.deadline_ms is not None and not 0 < settings.deadline_ms <= 86_400_000:
-            raise UsageError(f"deadline_ms must be above 0 and at most a day, not {settings.deadline_ms:g}")
-        if settings.priority not in tuple(Priority):
-            raise UsageError(f"priority must be one of {', '.join(Priority)}, not {settings.priority!r}")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A prediction and what the engine did with the request."""
-
-    prediction: Prediction
-    queue_seconds: float  # from submission to its slot, decoding included
-    lowered_to: int | None = None  # the depth budget that overload set; None: it was not lowered
-    attention: tuple[Attention, ...] = field(default=(), repr=False)  # at steps 0, 1, ... with `states`
-    states: tuple[Floats, ...] = field(default=(), repr=False)  # the same for the states [S*,D]
-
-    def to_dict(self, top: int = 5) -> dict[str, Any]:
-        data = self.prediction.to_dict(top)
-        data["milliseconds"]["queue"] = 1000 * self.queue_seconds
-        return {**data, "depth_lowered_to": self.lowered_to}
-
-
-@dataclass(eq=False)
-class _Request:
-    """An accepted image on its way. Compared by identity, so that it can be its own key."""
-
-    image: Any
-    source: str
-    settings: Settings
-    depth: Depth
-    deadline: float
-    accepted: float
-    future: Future[Answer] = field(default_factory=Future)
-    pixels: np.ndarray | None = None
-    read_seconds: float = 0.0
-    admitted: float = 0.0
-    lowered_to: int | None = None
-    settled: bool = False
-
-    @property
-    def priority(self) -> str:
-        return self.settings.priority
 
 
 class Engine:
@@ -170,10 +80,10 @@ class Engine:
             core = model.slots(slots) if isinstance(model, BundleModel) else WholeSlots(model, slots)
         self.core = core
         self.stats = Stats(core.capacity)
-        self._line: Line[_Request] = Line()
-        self._held: set[_Request] = set()  # accepted and not yet ended
+        self._line: Line[Request] = Line()
+        self._held: set[Request] = set()  # accepted and not yet ended
         self._places = 0  # of the queue that are taken: being decoded or in line
-        self._gone: list[_Request] = []  # cancelled while in a slot
+        self._gone: list[Request] = []  # cancelled while in a slot
         self._wake = threading.Condition()
         self._state = "new"  # then: warming, ready, draining, closed
         self._pool = ThreadPoolExecutor(decoders, "odevit-decode")
@@ -262,7 +172,7 @@ class Engine:
     ) -> list[Future[Answer]]:
         """The same for several: all are accepted or none."""
         names = names or [images.describe(image) for image in pictures]
-        requests = self._accept(list(zip(pictures, names)), _settings(settings, asked))
+        requests = self._accept(list(zip(pictures, names)), (settings or Settings()).changed(asked))
         for request in requests:
             try:
                 self._pool.submit(self._decode, request)
@@ -280,7 +190,7 @@ class Engine:
         if not np.isfinite(pixels).all():
             raise UsageError("pixel values must be finite numbers")
         pairs = [(None, f"image {i}") for i in range(len(pixels))]
-        requests = self._accept(pairs, _settings(settings, asked))
+        requests = self._accept(pairs, (settings or Settings()).changed(asked))
         for request, values in zip(requests, pixels):
             request.pixels = values
         self._enqueue(requests)
@@ -310,11 +220,11 @@ class Engine:
         with self._wake:
             self.stats.refused["queue full" if isinstance(refusal, Overloaded) else "unavailable"] += count
 
-    def _accept(self, pictures: list[tuple[Any, str]], settings: Settings) -> list[_Request]:
+    def _accept(self, pictures: list[tuple[Any, str]], settings: Settings) -> list[Request]:
         depth = self._depth(settings)
         now = self.core.clock()
         deadline = math.inf if settings.deadline_ms is None else now + settings.deadline_ms / 1000
-        requests = [_Request(image, name, settings, depth, deadline, now) for image, name in pictures]
+        requests = [Request(image, name, settings, depth, deadline, now) for image, name in pictures]
         with self._wake:
             refusal = self.refusal(len(requests))
             if refusal is not None:
@@ -350,7 +260,7 @@ class Engine:
         """How long the queue would take to empty, from the latest steps."""
         return max(0.1, self._places * self.stats.mean_depth * self.stats.step_seconds / self.core.capacity)
 
-    def _decode(self, request: _Request) -> None:
+    def _decode(self, request: Request) -> None:
         """On a thread of the pool: the picture becomes pixels and goes into line."""
         if request.future.cancelled():
             return
@@ -368,14 +278,14 @@ class Engine:
         request.read_seconds = time.monotonic() - began
         self._enqueue([request])
 
-    def _enqueue(self, requests: Iterable[_Request]) -> None:
+    def _enqueue(self, requests: Iterable[Request]) -> None:
         with self._wake:
             for request in requests:
                 if request in self._held:
                     self._line.push(request)
             self._wake.notify_all()
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: Request) -> None:
         """When a future is done: if it was cancelled, its place or slot is free."""
         if not request.future.cancelled():
             return
@@ -393,7 +303,7 @@ class Engine:
             request.image = request.pixels = None
             self._wake.notify_all()
 
-    def _end(self, request: _Request) -> bool:
+    def _end(self, request: Request) -> bool:
         """Take a request out of those held; whoever gets True owns its future. So each is ended once."""
         if request not in self._held or not self._claim(request):
             return False
@@ -404,21 +314,21 @@ class Engine:
         self._wake.notify_all()
         return True
 
-    def _claim(self, request: _Request) -> bool:
+    def _claim(self, request: Request) -> bool:
         """Settle between cancellation and end: True when it can no longer be cancelled. A future allows one call."""
         if not request.settled:
             request.settled = True
             return request.future.set_running_or_notify_cancel()
         return False
 
-    def _fail(self, request: _Request, error: UserError, reason: str) -> None:
+    def _fail(self, request: Request, error: UserError, reason: str) -> None:
         with self._wake:
             if not self._end(request):
                 return
             self.stats.failed[reason] += 1
         request.future.set_exception(error)
 
-    def _answer(self, request: _Request, outcome: Outcome) -> None:
+    def _answer(self, request: Request, outcome: Outcome) -> None:
         try:
             result = self._finish(request, outcome)
         except Exception as error:
@@ -434,7 +344,7 @@ class Engine:
             self.stats.answer(outcome, result.queue_seconds, result.lowered_to is not None)
         request.future.set_result(result)
 
-    def _finish(self, request: _Request, outcome: Outcome) -> Answer | Failure:
+    def _finish(self, request: Request, outcome: Outcome) -> Answer | Failure:
         finish = self.model.finish if isinstance(self.model, BundleModel) else self.core.finish  # type: ignore[union-attr]
         result = finish(outcome, request.source, request.read_seconds)
         if isinstance(result, Failure):
@@ -491,7 +401,7 @@ class Engine:
         if self.core.active:
             self._step()
 
-    def _take(self) -> tuple[list[_Request], list[_Request]]:
+    def _take(self) -> tuple[list[Request], list[Request]]:
         """Wait for work; the requests to admit and those whose deadline has passed in line."""
         with self._wake:
             while not (self.core.active or self._line or self._gone) and self._state in ("ready", "draining"):
@@ -512,11 +422,11 @@ class Engine:
                 self._places -= 1
             if self.overload == "depth":
                 for request in ready:
-                    _lower(request, fill)
+                    request.lower(fill)
             return ready, late
 
-    def _admit(self, requests: list[_Request]) -> None:
-        jobs = [Job(r, r.depth, r.deadline, r.settings.trace, _keep(r.settings)) for r in requests]
+    def _admit(self, requests: list[Request]) -> None:
+        jobs = [Job(r, r.depth, r.deadline, r.settings.trace, r.settings.keep) for r in requests]
         try:
             self.core.admit(np.stack([r.pixels for r in requests if r.pixels is not None]), jobs)
         except Exception as error:
@@ -537,7 +447,7 @@ class Engine:
             return
         self.stats.step(rows, time.monotonic() - began)
         for outcome in outcomes:
-            request: _Request = outcome.job.key
+            request: Request = outcome.job.key
             if outcome.states:  # maps take a graph of their own: not while others wait for their next step
                 self._pool.submit(self._answer, request, outcome)
             else:
@@ -545,34 +455,11 @@ class Engine:
 
     def _fail_active(self, message: str) -> None:
         for job in self.core.clear():
-            if isinstance(job.key, _Request):
+            if isinstance(job.key, Request):
                 self._fail(job.key, StepFailed(message), "step failed")
 
 
-def _settings(settings: Settings | None, asked: dict[str, Any]) -> Settings:
-    settings = settings or Settings()
-    unknown = set(asked) - set(Settings.__dataclass_fields__)
-    if unknown:
-        raise UsageError(f"unknown setting {sorted(unknown)[0]!r}")
-    return dataclasses.replace(settings, **asked) if asked else settings
-
-
-def _lower(request: _Request, fill: float) -> None:
-    """Spend less depth as the queue fills, from all of it at `RELAXED` down to `SHALLOWEST` when it is full."""
-    strain = min(1.0, (fill - RELAXED) / (1 - RELAXED))
-    if strain <= 0:
-        return
-    budget = max(1, math.ceil(request.depth.steps * (1 - (1 - SHALLOWEST) * strain)))
-    if budget < request.depth.max_steps:
-        request.depth = dataclasses.replace(request.depth, max_steps=budget, guaranteed=False)
-        request.lowered_to = budget
-
-
-def _keep(settings: Settings) -> str:
-    return "all" if settings.states else "last" if settings.attention else ""
-
-
-def _late(request: _Request) -> str:
+def _late(request: Request) -> str:
     return f"the deadline of {request.settings.deadline_ms:g} ms passed before the first step"
 
 

@@ -19,7 +19,7 @@ from .model import Failure, FileModel, Prediction
 from .slots import Job, Outcome
 
 if TYPE_CHECKING:
-    from .engine import Settings
+    from .request import Settings
 
 
 class WholeSlots:
