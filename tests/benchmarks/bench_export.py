@@ -141,4 +141,4 @@ if __name__ == "__main__":
     else:
         print("\n".join(f"{name:<52} {value:8.3f}" for name, value in figures.items()))
     if "--check" in sys.argv:
-        sys.exit("\n".join(missed(figures)))
+        sys.exit("\n".join(missed(figures)) or 0)
