@@ -1,4 +1,6 @@
-"""Named shapes: the rows of the paper's Table 4, and `tiny` for a ViT-Ti teacher. Data only; torch is not needed."""
+"""Named shapes: the rows of the paper's Table 4, and two for a ViT-Ti teacher, `tiny` for pictures of CIFAR's size and
+`tiny-224` for photographs. Data only; torch is not needed.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,13 @@ PRESETS: dict[str, Config] = {
             _HALF,
             teacher=_TINY,
             name="tiny",
+        ),
+        Config(
+            Architecture(224, 16, 192, 3, 4.0, 1000, registers=4, convolution=3),
+            Integration(12.0, 12),
+            Preprocessing((3, 224, 224), crop_pct=0.9),
+            teacher=_TINY,
+            name="tiny-224",
         ),
     )
 }
