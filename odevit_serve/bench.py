@@ -14,6 +14,7 @@ import io
 import json
 import os
 import platform
+import signal
 import socket
 import statistics
 import subprocess
@@ -108,11 +109,11 @@ def process(system: str, model: Path, unrolled: Path, threads: int) -> Iterator[
         yield address
     finally:
         own.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             own.wait(10)
-        except subprocess.TimeoutExpired:
-            own.kill()
-            own.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(own.pid, signal.SIGKILL)  # with whatever it started itself
+        own.wait()
 
 
 def _wait(own: subprocess.Popen[bytes], address: str, system: str) -> None:

@@ -93,6 +93,10 @@ class Gateway:
                 await self.app(scope, self._measured(receive), tell)
         except ClientDisconnect:
             status = GONE
+        except Exception:
+            log.exception("a request failed", extra={"fields": {"request_id": state["request_id"]}})
+            if not status:
+                await error_response(state["request_id"], Problem(500, "the server failed"))(scope, receive, tell)
         finally:
             seconds = time.monotonic() - began
             route = getattr(scope.get("route"), "path", "unmatched")
@@ -112,7 +116,7 @@ class Gateway:
     def _authorised(self, headers: Headers) -> bool:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.key)
+        return hmac.compare_digest(given.encode("latin-1"), self.key)
 
     def _too_large(self, size: int) -> Problem:
         text = f"the body has {size:,} bytes or more, {self.options.max_body:,} are allowed"

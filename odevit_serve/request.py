@@ -78,7 +78,8 @@ class Limits:
     """What requests may ask for; the operator sets it."""
 
     rules: tuple[str, ...] | None = None  # None: any that is registered
-    kappa: tuple[float, float] = (0.0, math.inf)
+    min_kappa: float = 0.0
+    max_kappa: float | None = None
     max_steps: int | None = None  # no request goes deeper
     grid: int = 4  # `steps` may be at most this many times the bundle's own
 
@@ -89,8 +90,10 @@ class Limits:
         contracts = rule is None or (rule in RULES and RULES[rule].contracts)
         if kappa is None and contracts:
             kappa = settings.threshold
-        if kappa is not None and not self.kappa[0] <= kappa <= self.kappa[1]:
-            raise UsageError(f"kappa must lie between {self.kappa[0]:g} and {self.kappa[1]:g} here, not {kappa:g}")
+        if kappa is not None and kappa < self.min_kappa:
+            raise UsageError(f"kappa must be at least {self.min_kappa:g} here, not {kappa:g}")
+        if kappa is not None and self.max_kappa is not None and kappa > self.max_kappa:
+            raise UsageError(f"kappa may be at most {self.max_kappa:g} here, not {kappa:g}")
         if budget is not None and self.max_steps is not None and budget > self.max_steps:
             raise UsageError(f"max_steps may be at most {self.max_steps} here, not {budget}")
         if settings.steps is not None and settings.steps > self.grid * own_steps:

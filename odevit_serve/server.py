@@ -7,7 +7,6 @@ import base64
 import binascii
 import dataclasses
 import io
-import logging
 import math
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,6 @@ from .errors import UsageError, UserError
 from .gateway import Doors, Gateway, Options, Problem, error_response
 from .metrics import Metrics
 
-log = logging.getLogger("odevit_serve.http")
 STATUS = {Overloaded: 429, Unavailable: 503, DeadlineExceeded: 504, NotAPicture: 415, UsageError: 422}
 ASIDE = 64 * 1024  # bytes of JSON from which parsing leaves the event loop
 PICTURE_SIDE = 1024  # pixels of the longer side of the pictures that maps are drawn on
@@ -228,7 +226,8 @@ def describe(engine: Engine, options: Options) -> dict[str, Any]:
             "queue": engine.queue,
             "overload": engine.overload,
             "rules": None if limits.rules is None else list(limits.rules),
-            "kappa": [limits.kappa[0], None if math.isinf(limits.kappa[1]) else limits.kappa[1]],
+            "min_kappa": limits.min_kappa,
+            "max_kappa": limits.max_kappa,
             "max_steps": limits.max_steps,
         },
     }
@@ -359,11 +358,6 @@ async def _on_known(request: Request, error: Exception) -> Response:
     return error_response(request.state.request_id, as_problem(error))  # type: ignore[no-any-return]
 
 
-async def _on_unknown(request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error, extra={"fields": {"request_id": _id(request)}})
-    return error_response(_id(request), Problem(500, "the server failed"))  # type: ignore[no-any-return]
-
-
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError | ValidationError)
     first = error.errors()[0]
@@ -388,7 +382,6 @@ HANDLERS: dict[type[Exception], ExceptionHandler] = {
     RequestValidationError: _on_invalid,
     ValidationError: _on_invalid,
     HTTPException: _on_http,
-    Exception: _on_unknown,
 }
 
 

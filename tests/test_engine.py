@@ -425,8 +425,8 @@ def test_a_model_that_cannot_step_is_told_at_the_start(make: Callable[..., Engin
     ("asked", "message"),
     [
         ({"rule": "confidence", "threshold": 0.9}, "rule 'confidence' is not allowed"),
-        ({"kappa": 0.01}, "kappa must lie between 0.1 and 5"),
-        ({"threshold": 9.0}, "kappa must lie between 0.1 and 5"),
+        ({"kappa": 0.01}, "kappa must be at least 0.1"),
+        ({"threshold": 9.0}, "kappa may be at most 5"),
         ({"max_steps": 7}, "max_steps may be at most 6"),
         ({"max_steps": 0}, "max_steps must be at least 1"),
         ({"steps": 33}, "steps may be at most 32"),
@@ -439,7 +439,7 @@ def test_a_model_that_cannot_step_is_told_at_the_start(make: Callable[..., Engin
 def test_settings_are_held_to_the_operators_limits(
     make: Callable[..., Engine], pictures: np.ndarray, asked: dict, message: str
 ) -> None:
-    engine = make(limits=Limits(rules=("contraction", "margin"), kappa=(0.1, 5.0), max_steps=6))
+    engine = make(limits=Limits(rules=("contraction", "margin"), min_kappa=0.1, max_kappa=5.0, max_steps=6))
     with pytest.raises(UsageError, match=message):
         engine.submit(pictures[0], **asked)
     assert engine.submit(pictures[0], adaptive=False).result(10).prediction.steps == 6

@@ -164,3 +164,18 @@ def test_the_application_is_built_from_text() -> None:
     assert config.autoscaling_config.max_replicas == 2
     with pytest.raises(UsageError, match="colour"):
         app({"colour": "red"})
+
+
+def test_the_yaml_of_the_documentation_is_one_that_ray_takes() -> None:
+    import re
+
+    import yaml
+    from ray.serve.schema import ServeDeploySchema
+
+    from odevit_serve.ray import app
+
+    text = (Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"```yaml\n(applications:.*?)```", text, re.DOTALL)
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(found))
+    assert schema.applications[0].import_path == "odevit_serve.ray:app"
+    assert app(schema.applications[0].args)

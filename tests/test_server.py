@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 from serving import nothing_left, png, running, until
@@ -208,15 +209,17 @@ def test_413_by_its_declared_length_and_while_it_streams(start: Callable[..., tu
 
     def endless() -> Iterator[bytes]:
         nonlocal sent
-        while sent < 50_000_000:  # far more than the buffers between the two could hide
+        while sent < 20_000_000_000:
             sent += 5000
             yield b"y" * 5000
 
+    before = psutil.Process().memory_info().rss
     for kind in ("image/png", "application/json", "multipart/form-data; boundary=b"):
         sent = 0
         with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):  # it may hang up on us
             assert client.post("/v1/predict", content=endless(), headers={"Content-Type": kind}).status_code == 413
-        assert sent < 50_000_000
+        assert sent < 20_000_000_000
+    assert psutil.Process().memory_info().rss < before + 50_000_000  # read on for a moment, but thrown away
     assert client.post("/v1/predict", content=png()).status_code == 200
     nothing_left(engine)
 
@@ -295,13 +298,26 @@ def test_500_with_a_reason_and_then_on(start: Callable[..., tuple[Engine, httpx.
     nothing_left(engine)
 
 
+def test_500_for_what_nobody_thought_of(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    from odevit_serve import server
+
+    def explode(*_: object) -> None:
+        raise KeyError("a secret path")
+
+    monkeypatch.setattr(server, "describe", explode)
+    answer = client.get("/v1/model", headers={"X-Request-ID": "odd-1"})
+    assert answer.status_code == 500
+    assert answer.json() == {"error": "the server failed", "request_id": "odd-1"}
+    assert answer.headers["x-request-id"] == "odd-1"
+
+
 def test_the_operators_limits(start: Callable[..., tuple[Engine, httpx.Client]]) -> None:
-    _, client = start(limits=Limits(rules=("contraction",), kappa=(0.1, 2.0), max_steps=5))
+    _, client = start(limits=Limits(rules=("contraction",), min_kappa=0.1, max_kappa=2.0, max_steps=5))
     for query in ({"rule": "margin", "threshold": 1}, {"kappa": 0.05}, {"kappa": 3}, {"max_steps": 6}):
         assert client.post("/v1/predict", params=query, content=png()).status_code == 422
     answer = client.post("/v1/predict", params={"kappa": 2, "adaptive": True}, content=png())
     assert answer.json()["predictions"][0]["steps"] <= 5
-    assert client.get("/v1/model").json()["limits"]["kappa"] == [0.1, 2.0]
+    assert client.get("/v1/model").json()["limits"]["max_kappa"] == 2.0
 
 
 def test_overload_by_depth_is_reported(start: Callable[..., tuple[Engine, httpx.Client]]) -> None:
@@ -345,6 +361,12 @@ def test_a_key_is_asked_of_all_but_probes(start: Callable[..., tuple[Engine, htt
     for headers in ({"Authorization": "Bearer sesam"}, {"X-API-Key": "sesam"}):
         assert client.request(method, path, headers=headers, content=content).status_code == 200
     assert client.get("/v2/health/live").status_code == 200
+
+
+def test_a_key_may_have_any_letters(start: Callable[..., tuple[Engine, httpx.Client]]) -> None:
+    _, client = start(Options(api_key="schlüssel"))
+    assert client.get("/v1/model", headers={"X-API-Key": "schlüssel".encode()}).status_code == 200
+    assert client.get("/v1/model", headers={"X-API-Key": b"schl\xfcssel"}).status_code == 401
 
 
 def test_the_key_is_compared_in_constant_time(
@@ -608,6 +630,7 @@ def test_a_single_exported_file_is_served_too(tiny_bundle: Path, tmp_path: Path)
         (["--overload", "panic"], "unknown overload 'panic'"),
         (["--rules", "guess"], "unknown rule 'guess'"),
         (["--log", "xml"], "unknown log format 'xml'"),
+        (["--api-key", " "], "the API key is empty"),
         (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7"),
     ],
 )

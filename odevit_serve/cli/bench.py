@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,7 @@ def serve(
     for name in names:
         if name not in measure.SYSTEMS:
             raise UsageError(f"unknown system {name!r}: choose of {', '.join(measure.SYSTEMS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with it
     with tempfile.TemporaryDirectory() as scratch:
         chosen = measure.real_pictures(pictures, count) if pictures else measure.some_pictures(count, 32)
         folder = measure.random_bundle(Path(scratch) / "random", chosen) if model == "random" else find(model)
@@ -92,9 +95,10 @@ def _print(result: dict[str, Any], systems: dict[str, str]) -> None:
     )
     for row in result["rows"]:
         times = [f"{row[key]:.0f}" for key in ("images_per_second", "p50_ms", "p95_ms", "p99_ms")]
-        name, depth = systems[row["system"]], f"{row['mean_depth']:.1f}"
-        table.add_row(str(row["clients"]), name, *times, depth, str(row["errors"]))
+        table.add_row(str(row["clients"]), row["system"], *times, f"{row['mean_depth']:.1f}", str(row["errors"]))
     console.print(table)
+    for name in dict.fromkeys(row["system"] for row in result["rows"]):
+        console.print(f"{name}: {systems[name]}")
     for clients, others in result["ratios"].items():
         parts = [f"{v['images_per_second']:.2f}x {name} (p99 {v['p99']:.2f}x)" for name, v in others.items()]
         console.print(f"{clients} clients, images/s of this engine: {', '.join(parts)}")

@@ -53,7 +53,9 @@ def serve(
     from ..gateway import Options
 
     set_up_logging(log_format)
-    limits = Limits(_names(rules), (min_kappa, float("inf") if max_kappa is None else max_kappa), max_steps)
+    limits = Limits(_names(rules), min_kappa, max_kappa, max_steps)
+    if api_key is not None and not api_key.strip():
+        raise UsageError("the API key is empty: leave it out to serve without one")
     options = Options(int(max_body * 2**20), max_images, body_timeout, api_key, tuple(cors))
     if ray:
         require("ray")
@@ -68,7 +70,7 @@ def serve(
             "device": device,
             "threads": threads,
             "grace": grace,
-            "limits": {**dataclasses.asdict(limits), "kappa": [min_kappa, 1e300 if max_kappa is None else max_kappa]},
+            "limits": dataclasses.asdict(limits),
             "options": dataclasses.asdict(options),
         }
         on_ray.run(arguments, host, port, say)
