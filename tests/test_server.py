@@ -651,3 +651,17 @@ def test_it_listens_on_loopback_by_default() -> None:
 
     (host,) = [o for o in get_command(app).commands["serve"].params if o.name == "host"]  # type: ignore[attr-defined]
     assert host.default == "127.0.0.1"
+
+
+def test_the_command_line_stays_light_and_the_server_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    light = (
+        "import sys, odevit_serve.cli; print([m for m in ('numpy', 'fastapi', 'uvicorn', 'ray') if m in sys.modules])"
+    )
+    lean = (
+        "import sys, odevit_serve.server, odevit_serve.shutdown; print('torch' in sys.modules or 'ray' in sys.modules)"
+    )
+    for code, expected in ((light, "[]"), (lean, "False")):
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == expected
