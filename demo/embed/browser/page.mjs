@@ -1,0 +1,142 @@
+import * as ort from '../node_modules/onnxruntime-web/dist/ort.wasm.min.mjs';
+import { prepare, readConfig, softmax, view } from '../odevit.mjs';
+
+ort.env.wasm.wasmPaths = new URL('../node_modules/onnxruntime-web/dist/', import.meta.url).href;
+ort.env.wasm.numThreads = 1;  // more need headers (COOP, COEP) that a plain file server does not send
+const REASONS = {
+  0: 'contracted: what is left to travel cannot change the answer',
+  1: 'Lyapunov time reached: the trajectory cannot be trusted further',
+  3: 'depth budget: stopped at the number of steps allowed',
+  4: 'full horizon: integrated to the end',
+};
+const $ = (id) => document.getElementById(id);
+let model = null, picture = null, shown = null;
+
+/** The model in the bytes of an exported file. */
+export async function open(bytes) {
+  const config = readConfig(bytes);
+  return { config, session: await ort.InferenceSession.create(bytes, { executionProviders: ['wasm'], logSeverityLevel: 3 }) };
+}
+
+/** The answer of a model for one decoded picture. */
+export async function predict({ config, session }, pixels) {
+  const values = prepare(pixels, config.preprocessing), began = performance.now();
+  const tensor = new ort.Tensor('float32', values, [1, ...config.preprocessing.input_size]);
+  const found = await session.run({ pixel_values: tensor });
+  const logits = Array.from(found.logits.data), full = config.integration.steps;
+  const best = logits.indexOf(Math.max(...logits));
+  return {
+    logits, full, milliseconds: performance.now() - began,
+    label: config.labels[best] ?? String(best),
+    steps: found.steps ? Number(found.steps.data[0]) : full,  // a file of fixed depth has no such output
+    reason: found.exit_reason ? REASONS[Number(found.exit_reason.data[0])] : 'a file of fixed depth',
+    attention: found.cls_attention && { heads: found.cls_attention.dims[1], values: found.cls_attention.data },
+  };
+}
+
+async function decode(file) {
+  const bitmap = await createImageBitmap(file, { colorSpaceConversion: 'none' });
+  const canvas = new OffscreenCanvas(bitmap.width, bitmap.height), brush = canvas.getContext('2d');
+  brush.fillStyle = 'white';
+  brush.fillRect(0, 0, bitmap.width, bitmap.height);
+  brush.drawImage(bitmap, 0, 0);
+  return { bitmap, ...{ width: bitmap.width, height: bitmap.height },
+    data: brush.getImageData(0, 0, bitmap.width, bitmap.height).data };
+}
+
+async function update() {
+  if (!model || !picture) return say(model ? 'Now a picture.' : 'First an exported file.');
+  say('Working...');
+  const answer = await predict(model, picture);
+  shown = answer;
+  $('label').textContent = answer.label;
+  const ranked = softmax(answer.logits).map((p, i) => [p, model.config.labels[i] ?? String(i)]).sort((a, b) => b[0] - a[0]);
+  $('top').replaceChildren(...ranked.slice(0, 5).map(([p, name]) => bar(name, p)));
+  $('depth').textContent = `${answer.steps} of ${answer.full} steps; ${answer.reason}`;
+  $('gauge').max = answer.full;
+  $('gauge').value = answer.steps;
+  $('time').textContent = `${answer.milliseconds.toFixed(1)} ms`;
+  $('heat-control').hidden = !answer.attention;
+  $('answer').hidden = false;
+  draw();
+  say('');
+}
+
+function bar(name, probability) {
+  const row = document.createElement('div'), [text, space, number] = ['span', 'span', 'span'].map((t) => document.createElement(t));
+  row.className = 'bar';
+  const fill = document.createElement('i');
+  fill.style.width = `${100 * probability}%`;
+  space.append(fill);
+  text.textContent = name;
+  number.textContent = `${(100 * probability).toFixed(1)}%`;
+  row.append(text, space, number);
+  return row;
+}
+
+/** The picture with the mean map of the heads laid over it. */
+function draw() {
+  const canvas = $('map'), brush = canvas.getContext('2d'), side = canvas.width;
+  const squash = model.config.preprocessing.crop_mode === 'squash';
+  const [left, top, length] = view(picture, model.config.preprocessing);
+  const area = squash ? [0, 0, picture.width, picture.height] : [left, top, length, length];
+  brush.globalAlpha = 1;
+  brush.imageSmoothingQuality = 'high';
+  brush.drawImage(picture.bitmap, ...area, 0, 0, side, side);
+  if (!shown.attention) return;
+  const { heads, values } = shown.attention, patches = values.length / heads, grid = Math.round(Math.sqrt(patches));
+  const mean = Array.from({ length: patches }, (_, i) => {
+    let sum = 0;
+    for (let head = 0; head < heads; head++) sum += values[head * patches + i];
+    return sum;
+  });
+  const low = Math.min(...mean), high = Math.max(...mean), heat = new ImageData(grid, grid);
+  mean.forEach((value, i) => {
+    const level = high > low ? (value - low) / (high - low) : 0;
+    heat.data.set([60 + 195 * level, 20 + 180 * level ** 2, 90 * (1 - level), 90 + 165 * level], 4 * i);
+  });
+  const small = new OffscreenCanvas(grid, grid);
+  small.getContext('2d').putImageData(heat, 0, 0);
+  brush.globalAlpha = $('opacity').value / 100;
+  brush.drawImage(small, 0, 0, side, side);
+}
+
+function say(text, wrong = false) {
+  $('message').textContent = text;
+  $('message').className = wrong ? 'wrong' : '';
+}
+
+const takers = {
+  model: async (file) => { model = await open(new Uint8Array(await file.arrayBuffer())); },
+  picture: async (file) => { picture = await decode(file); },
+};
+
+let queue = Promise.resolve();  // one after the other: a session runs one image at a time
+function take(kind, file) {
+  queue = queue.then(async () => {
+    try {
+      say(`Reading ${file.name}...`);
+      await takers[kind](file);
+      $(`${kind}-name`).textContent = file.name;
+      await update();
+    } catch (error) {
+      const what = kind === 'model' ? 'an exported ODE-ViT' : 'a picture that this browser can read';
+      say(`${file.name} is not ${what} (${error.message ?? error})`, true);
+    }
+  });
+}
+
+for (const kind of Object.keys(takers)) {
+  const zone = $(`${kind}-drop`);
+  $(kind).addEventListener('change', (event) => event.target.files[0] && take(kind, event.target.files[0]));
+  for (const [name, over] of [['dragover', true], ['dragleave', false], ['drop', false]]) {
+    zone.addEventListener(name, (event) => {
+      event.preventDefault();
+      zone.classList.toggle('over', over);
+      if (name === 'drop' && event.dataTransfer.files[0]) take(kind, event.dataTransfer.files[0]);
+    });
+  }
+}
+$('opacity').addEventListener('input', draw);
+window.answer = () => shown;  // for whoever drives the page
+update();
