@@ -30,6 +30,7 @@ from .model import Attention, BundleModel, Failure, FileModel
 from .request import (
     Answer,
     DeadlineExceeded,
+    Diverged,
     Limits,
     NotAPicture,
     Overloaded,
@@ -45,6 +46,7 @@ from .whole import WholeSlots
 __all__ = [
     "Answer",
     "DeadlineExceeded",
+    "Diverged",
     "Engine",
     "Limits",
     "NotAPicture",
@@ -336,7 +338,7 @@ class Engine:
             self._fail(request, StepFailed(f"{request.source}: {type(error).__name__} in the answer"), "error")
             return
         if isinstance(result, Failure):
-            self._fail(request, StepFailed(result.message), "error")
+            self._fail(request, Diverged(result.message), "diverged")
             return
         with self._wake:
             if not self._end(request):

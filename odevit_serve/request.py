@@ -40,6 +40,10 @@ class NotAPicture(UserError):
     """What was sent cannot be read as a picture."""
 
 
+class Diverged(UsageError):
+    """The numbers of this one image grew beyond all bounds; its batch mates are not touched."""
+
+
 class StepFailed(UserError):
     """The computation itself went wrong."""
 
@@ -115,9 +119,16 @@ class Answer:
     states: tuple[Floats, ...] = field(default=(), repr=False)  # the same for the states [S*,D]
 
     def to_dict(self, top: int = 5) -> dict[str, Any]:
-        data = self.prediction.to_dict(top)
+        data = _finite(self.prediction.to_dict(top))
+        if "trace" in data:
+            data["trace"] = [_finite(step) for step in data["trace"]]
         data["milliseconds"]["queue"] = 1000 * self.queue_seconds
         return {**data, "depth_lowered_to": self.lowered_to}
+
+
+def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
+    """None for what JSON has no word for, such as the margin of a head with one class."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
 
 
 @dataclass(eq=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 import odevit_serve
 from odevit_serve.engine import (
     DeadlineExceeded,
+    Diverged,
     Engine,
     Limits,
     NotAPicture,
@@ -492,6 +495,31 @@ def test_pixels_are_checked(make: Callable[..., Engine], model: BundleModel, pic
     with pytest.raises(UsageError, match="finite"):
         engine.submit_pixels(pixels)
     settled(engine)
+
+
+def test_an_image_that_diverges_fails_alone(
+    make: Callable[..., Engine], model: BundleModel, pictures: np.ndarray
+) -> None:
+    engine = make()
+    pixels = np.stack([model.prepare(p) for p in pictures[:3]])
+    pixels[1] = 1e38
+    futures = engine.submit_pixels(pixels)
+    with pytest.raises(Diverged, match="left the finite numbers"):
+        futures[1].result(10)
+    assert futures[0].result(10)
+    assert futures[2].result(10)
+    settled(engine)
+
+
+def test_json_has_no_word_for_infinity(make: Callable[..., Engine], pictures: np.ndarray) -> None:
+    answer = make().submit(pictures[0], trace=True).result(10)
+    step = dataclasses.replace(answer.prediction.trace[0], margin=float("inf"))
+    odd = dataclasses.replace(answer.prediction, margin=float("inf"), trace=(step,))
+    data = dataclasses.replace(answer, prediction=odd).to_dict()
+    assert data["margin"] is None
+    assert data["trace"][0]["margin"] is None
+    assert step.margin == float("inf")
+    json.dumps(data, allow_nan=False)
 
 
 def test_many_threads_at_once(make: Callable[..., Engine], pictures: np.ndarray, alone: list) -> None:
