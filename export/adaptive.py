@@ -146,9 +146,9 @@ def _rule(scaled: bool) -> str:
 
             is_whole = GreaterOrEqual (number, steps_in_all)
             out_of_steps = GreaterOrEqual (number, limit)
-            at_end = Where (is_whole, horizon, budget)
-            not_contracted = Where (is_past, lyapunov_time, at_end)
-            reason = Where (is_contracted, contracted, not_contracted)
+            not_contracted = Where (is_past, lyapunov_time, budget)
+            early = Where (is_contracted, contracted, not_contracted)
+            reason = Where (is_whole, horizon, early)
             by_rule = Or (is_contracted, is_past)
             exits = Or (by_rule, out_of_steps)
             stays = Not (exits)"""

@@ -221,15 +221,15 @@ def reference_depths(model: ODEViT, config: Config, pixels: Array, max_steps: in
             else travel[index]
         )
         margin, reach = margins(logits, model.head.weight.numpy()), kappa * left
-        code = np.full(count, -1)
-        if point.step >= min(max_steps, own.steps):
-            code[:] = ExitReason.HORIZON if point.step == own.steps else ExitReason.BUDGET
+        code = np.full(count, ExitReason.BUDGET if point.step >= max_steps else -1)
         close = np.abs(reach - margin) <= 1e-3 * margin
         if policy.lyapunov is not None and policy.travel and point.step > 1:
             periods = np.log(speed / first) / (index * own.step_size) * time_now
             code[(periods > 0) & (periods >= policy.lyapunov)] = ExitReason.LYAPUNOV
             close |= np.abs(periods - policy.lyapunov) <= 1e-3 * policy.lyapunov
         code[reach <= margin] = ExitReason.CONTRACTED
+        if point.step == own.steps:
+            code[:] = ExitReason.HORIZON
         running = reason < 0
         sure &= ~(running & close)
         ending = running & (code >= 0)

@@ -17,6 +17,8 @@ from ..train.model import MLP, Attention, CenterNorm, ODEViT
 from ..train.solvers import Size, advance, memories
 
 FAR = 1e30  # the margin of a model with a single class: there is no boundary
+TABULATED = 256  # classes up to which distances between head rows are kept as a table
+EXACT = "donot_use_mm_for_euclid_dist"
 
 
 class Matrix(nn.Module):
@@ -120,6 +122,11 @@ class Folded(nn.Module):
         self.attention = FoldedAttention(model.psi.attention)
         self.mlp = FoldedMLP(model.psi.mlp)
         self.head = model.head
+        if 1 < self.shape.classes <= TABULATED:
+            itself = torch.eye(self.shape.classes)
+            gaps = torch.cdist(model.head.weight.detach(), model.head.weight.detach(), compute_mode=EXACT)
+            self.nearness = nn.Parameter((1 - itself) / gaps.clamp_min(1e-6), requires_grad=False)  # 1 / |w_i - w_j|
+            self.itself = nn.Parameter(FAR * itself, requires_grad=False)  # so that a class is not its own rival
         for matrix in (self.attention.project, self.mlp.up):
             matrix.fused = not quantisable
         if half:  # psi alone: the state it is added to, the stem and the head lose nothing
@@ -175,6 +182,9 @@ class Folded(nn.Module):
         top, best = logits.max(-1, keepdim=True)  # [B,1]
         if len(weight) == 1:
             return torch.full_like(top[:, 0], FAR)
+        if len(weight) <= TABULATED:  # one look-up instead of a product: at batch 1 each node counts
+            rivals, apart = F.embedding(best[:, 0], self.nearness), F.embedding(best[:, 0], self.itself)
+            return ((top - logits) * rivals + apart).amin(-1)
         own, square = weight[best[:, 0]], weight.square().sum(-1)  # [B,D], [C]
         gap = square[best[:, 0]].unsqueeze(-1) + square - 2 * own @ weight.t()  # |w_i - w_j|^2
         distance = (top - logits) / gap.clamp_min(1e-12).sqrt()
@@ -201,8 +211,8 @@ class Step(nn.Module):
     def forward(self, state: Tensor, step_size: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         next_state, velocity = self.folded.advance(state, step_size.view(-1, 1, 1))
         logits = self.folded.answer(next_state)
-        square = velocity.square().sum(-1)  # [B,S]
-        return next_state, logits, self.folded.margin(logits), square.sum(-1).sqrt(), square[:, 0].sqrt()
+        speed, cls_speed = velocity.norm(dim=(1, 2)), velocity[:, 0].norm(dim=-1)
+        return next_state, logits, self.folded.margin(logits), speed, cls_speed
 
 
 class ClsAttention(nn.Module):

@@ -65,7 +65,7 @@ class Architecture:
             raise UsageError(f"mlp_ratio {self.mlp_ratio} of width {self.width} leaves no hidden unit")
         if self.registers < 0:
             raise UsageError(f"registers must be 0 or more, not {self.registers}")
-        if self.convolution and self.convolution % 2 == 0 or self.convolution < 0:
+        if (self.convolution and self.convolution % 2 == 0) or self.convolution < 0:
             raise UsageError(f"convolution must be 0 or an odd kernel size, not {self.convolution}")
         _choice(self.attention, ATTENTIONS, "attention")
 
@@ -375,10 +375,10 @@ def atomic(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     os.close(handle)
-    os.chmod(name, 0o666 & ~_umask())
     scratch = Path(name)
     try:
         yield scratch
+        scratch.chmod(0o666 & ~_umask())  # after writing: a writer may have put a private file of its own there
         os.replace(scratch, target)
     finally:
         scratch.unlink(missing_ok=True)

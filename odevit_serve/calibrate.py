@@ -24,6 +24,7 @@ import numpy as np
 
 from . import bundle, data, dynamics, exits
 from .bundle import Calibration, Config, ExitPolicy
+from .card import write_card
 from .data import Images
 from .dynamics import Floats
 from .errors import UsageError, UserError
@@ -260,6 +261,7 @@ def calibrate(
     policy = replace(policy, threshold=threshold, calibration=proof)
     try:
         bundle.write_config(folder, config.replace(exit=policy))
+        write_card(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}): calibrate a copy of it") from None
     full = None if tested.labels is None else float((tested.answers[:, -1] == tested.labels).mean())

@@ -304,8 +304,9 @@ def decide(
 ) -> NDArray[np.integer] | None:
     """The code of the reason each image ends for, or -1 where it goes on; None when all go on.
 
-    Of several reasons the rule's own comes first, then the order of the codes. `lyapunov` and `late` may be None where
-    no image has such a limit. Budgets never exceed the full number of steps.
+    Of several reasons the rule's own comes first, then the order of the codes. At the last step it is the full
+    horizon: nothing is left to travel there, so every image would count as contracted. `lyapunov` and `late` may be
+    None where no image has such a limit. Budgets never exceed the full number of steps.
     """
     settles, spent = score >= threshold, readings.step >= max_steps
     ended = settles | spent
@@ -315,12 +316,13 @@ def decide(
             ended |= other
     if not ended.any():
         return None
-    code = np.where(spent, np.where(readings.step >= readings.steps, ExitReason.HORIZON, ExitReason.BUDGET), -1)
+    code = np.where(spent, ExitReason.BUDGET, -1)
     if late is not None:
         code[late] = ExitReason.DEADLINE
     if past is not None:
         code[past] = ExitReason.LYAPUNOV
-    return np.where(settles, settled, code)
+    code = np.where(settles, settled, code)
+    return np.where(readings.step >= readings.steps, ExitReason.HORIZON, code)
 
 
 def _past(readings: Readings, lyapunov: Floats) -> NDArray[np.bool_]:

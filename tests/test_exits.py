@@ -74,17 +74,17 @@ def test_scores() -> None:
 
 def plain_reason(row: dict[str, Any]) -> int:
     """The definition, one image at a time."""
+    n, h = row["step"], row["h"]
+    if n >= row["steps"]:
+        return ExitReason.HORIZON
     if row["score"] >= row["threshold"]:
         return row["settled"]
-    n, h = row["step"], row["h"]
     if n >= 2:
         rate = math.log(row["speed"] / row["first"]) / ((n - 1) * h)
         if rate > 0 and n * h >= row["lyapunov"] / rate:
             return ExitReason.LYAPUNOV
     if row["late"]:
         return ExitReason.DEADLINE
-    if n >= row["steps"]:
-        return ExitReason.HORIZON
     return ExitReason.BUDGET if n >= row["max_steps"] else -1
 
 

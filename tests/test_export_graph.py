@@ -8,7 +8,7 @@ from conftest import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odevit_serve.export.graph import Folded
+from odevit_serve.export.graph import TABULATED, Folded
 
 SEEDS = st.integers(0, 2**31 - 1)
 
@@ -44,13 +44,25 @@ def test_margin_is_a_distance(seed: int, scale: float) -> None:
         margin = folded.margin(logits)
         model.head.weight.mul_(scale)
         model.head.bias.mul_(scale)
-        torch.testing.assert_close(folded.margin(model.head(cls)), margin, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(Folded(model).margin(model.head(cls)), margin, rtol=1e-3, atol=1e-5)
         weight, top = model.head.weight, int(logits.argmax())
         steps = [weight[j] - weight[top] for j in range(5) if j != top]
         moved = [model.head(cls + margin * (1 + 1e-3) * step / step.norm()).argmax() != top for step in steps]
         kept = [model.head(cls + margin * (1 - 1e-3) * step / step.norm()).argmax() == top for step in steps]
     assert any(moved)
     assert all(kept)
+
+
+@pytest.mark.parametrize("classes", [2, 5, TABULATED, TABULATED + 1])
+@torch.no_grad()
+def test_margin_by_brute_force_with_and_without_the_table(classes: int) -> None:
+    model = tiny_model(classes=classes)
+    logits, weight = model.head(torch.randn(3, 24)), model.head.weight
+    expected = []
+    for row in logits:
+        top = int(row.argmax())
+        expected.append(min((row[top] - row[j]) / (weight[top] - weight[j]).norm() for j in range(classes) if j != top))
+    torch.testing.assert_close(Folded(model).margin(logits), torch.stack(expected), rtol=1e-3, atol=1e-5)
 
 
 def test_equal_rows_of_the_head_have_no_boundary_between_them() -> None:

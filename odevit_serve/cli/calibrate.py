@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @app.command()
 def calibrate(
-    source: str = typer.Argument(..., metavar="BUNDLE", help="Bundle folder; the result is written into it."),
+    source: str = typer.Argument(
+        None, metavar="[BUNDLE]", help="Bundle folder; the result is written into it. Default: the bundled model."
+    ),
     data: str = typer.Option(
         ..., help="Pictures like those to come: a folder, zip file or .npz; labels if it has them."
     ),
