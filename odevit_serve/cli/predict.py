@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def predict(
-    paths: list[str] = typer.Argument(..., metavar="PATH...", help="Files, folders, globs; - for standard input."),
+    paths: list[str] = typer.Argument(..., metavar="PATH", help="Files, folders, globs; - for standard input."),
     model: str = typer.Option(
         None, "--model", "-m", help="Bundle folder, .onnx file or name. Default: the bundled one."
     ),
