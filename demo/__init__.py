@@ -1,0 +1,1 @@
+"""The web page, and (in `embed/`) the exported file inside other applications."""

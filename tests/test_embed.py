@@ -197,8 +197,8 @@ def page(address: str) -> Iterator[Page]:
 def upload(page: Page, kind: str, path: Path) -> None:
     page.set_input_files(f"#{kind}", path)
     page.wait_for_function(
-        "([id, name]) => document.getElementById(id + '-name').textContent === name && !document.getElementById('message')"
-        ".textContent.endsWith('...')",
+        "([id, name]) => document.getElementById(id + '-name').textContent === name"
+        " && !document.getElementById('message').textContent.endsWith('...')",
         arg=[kind, path.name],
     )
 

@@ -22,7 +22,7 @@ app = typer.Typer(
 EXTRAS = {  # extra -> the modules that show whether it is installed
     "train": ("torch", "torchvision", "timm", "transformers", "accelerate", "safetensors", "matplotlib"),
     "export": ("torch", "onnx", "onnxscript", "safetensors"),
-    "demo": ("gradio", "matplotlib"),
+    "demo": ("gradio",),
     "ray": ("ray",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx",),
@@ -80,6 +80,6 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import bench, calibrate, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
+from . import bench, calibrate, demo, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
 
-__all__ = ["app", "bench", "calibrate", "export", "info", "main", "predict", "require", "say", "serve", "train"]
+__all__ = ["app", "bench", "calibrate", "demo", "export", "info", "main", "predict", "require", "say", "serve", "train"]

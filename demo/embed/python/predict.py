@@ -20,7 +20,7 @@ def prepare(
     picture = picture.resize(shape, Image.Resampling[interpolation.upper()])
     left, top = (round((length - size) / 2) for length in shape)
     pixels = np.asarray(picture.crop((left, top, left + size, top + size)), np.float32) / 255
-    return ((pixels - np.float32(mean)) / np.float32(std)).transpose(2, 0, 1)
+    return ((pixels - np.array(mean, np.float32)) / np.array(std, np.float32)).transpose(2, 0, 1)
 
 
 onnxruntime.set_default_logger_severity(3)  # optional inputs are no constants: no need to warn of them
