@@ -6,6 +6,7 @@ registers, in this order), D width, H heads, d = D/H.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -181,12 +182,11 @@ class ODEViT(nn.Module):
 
         `advance` can be replaced by a wrapper of itself, for example one that recomputes in the backward pass.
         """
-        own = self.config.integration
-        steps, horizon = steps or own.steps, horizon or own.horizon
-        solver, splitting = solver or own.solver, splitting or own.splitting
-        h, memory = horizon / steps, list[Tensor]()
-        for step in range(1, steps + 1):
-            x, velocity, memory = advance(self.psi.fields, x, h, memory, solver, splitting)
+        given = {"steps": steps, "horizon": horizon, "solver": solver, "splitting": splitting}
+        way = dataclasses.replace(self.config.integration, **{k: v for k, v in given.items() if v is not None})
+        h, memory = way.step_size, list[Tensor]()
+        for step in range(1, way.steps + 1):
+            x, velocity, memory = advance(self.psi.fields, x, h, memory, way.solver, way.splitting)
             yield Point(step, x, velocity)
 
     def forward(self, pixel_values: Tensor, **settings: object) -> Tensor:

@@ -86,11 +86,24 @@ def _progress(data: Any, say: Say) -> Any:
     return track(data, "validating", console=Console(stderr=True), transient=True)
 
 
+HEADINGS = {
+    "accuracy": "top-1",
+    "accuracy@3": "top-3",
+    "accuracy@5": "top-5",
+    "agreement": "agrees",
+    "teacher_accuracy": "teacher",
+}
+
+
 def table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    shown = Table(*rows[0], box=None, pad_edge=False)
+    shown = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        shown.add_column(HEADINGS.get(name, name), justify="left" if name == "solver" else "right")
     for row in rows:
-        shown.add_row(*[f"{v:.4f}" if isinstance(v, float) and k != "horizon" else f"{v}" for k, v in row.items()])
+        shown.add_row(
+            *[f"{v:.2%}" if k in HEADINGS else f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()]
+        )
     Console().print(shown)

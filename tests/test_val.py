@@ -1,0 +1,53 @@
+"""`val` measures what it says; whole runs through the command are in test_train.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import tiny_model
+
+from odevit_serve.errors import UsageError
+from odevit_serve.train.val import table, validate
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model().save_pretrained(tmp_path / "model")
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (30, 16, 16, 3), dtype=np.uint8), np.arange(30) % 5
+    np.savez(tmp_path / "data.npz", x_train=x[:10], y_train=y[:10], x_test=x[10:], y_test=y[10:])
+    np.savez(tmp_path / "bare.npz", x=x)
+    np.savez(tmp_path / "more.npz", x=x, y=np.arange(30) % 6)
+    return tmp_path
+
+
+def test_a_row_for_each_pair_on_the_test_split(folder: Path) -> None:
+    rows = validate(str(folder / "model"), str(folder / "data.npz"), steps=[4, 8], horizons=[2.0, 4.0], batch_size=7)
+    assert [(r["steps"], r["horizon"], r["images"]) for r in rows] == [(4, 2, 20), (8, 2, 20), (4, 4, 20), (8, 4, 20)]
+    assert all(r["accuracy"] <= r["accuracy@3"] <= r["accuracy@5"] == 1.0 for r in rows)
+    one = validate(str(folder / "model"), str(folder / "data.npz"), split="train", steps=[8], limit=4)
+    assert one[0]["images"] == 4
+
+
+def test_the_table_fits_a_narrow_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table(validate(str(folder / "model"), str(folder / "data.npz"), steps=[8]))
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "top-1" in shown
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "message"),
+    [
+        ("bare.npz", {}, "has no labels: name a teacher"),
+        ("more.npz", {}, "the data has 6 classes, the model 5"),
+        ("data.npz", {"split": "val"}, "has no split 'val', only train, test"),
+        ("data.npz", {"solver": "eular"}, "unknown solver 'eular'"),
+        ("data.npz", {"steps": [0]}, "steps must be at least 1, not 0"),
+    ],
+)
+def test_bad_settings(folder: Path, data: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        validate(str(folder / "model"), str(folder / data), **settings)  # type: ignore[arg-type]
