@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -182,7 +182,7 @@ class ODEViT(nn.Module):
 
         `advance` can be replaced by a wrapper of itself, for example one that recomputes in the backward pass.
         """
-        given = {"steps": steps, "horizon": horizon, "solver": solver, "splitting": splitting}
+        given: dict[str, Any] = {"steps": steps, "horizon": horizon, "solver": solver, "splitting": splitting}
         way = dataclasses.replace(self.config.integration, **{k: v for k, v in given.items() if v is not None})
         h, memory = way.step_size, list[Tensor]()
         for step in range(1, way.steps + 1):
