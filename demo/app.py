@@ -41,6 +41,13 @@ POLICY = (
     "worker-src 'self' blob:; media-src 'self' data: blob:; frame-ancestors 'self'"
 )
 
+# gradio shows examples without a word for those who cannot see them.
+NAMES = """
+new MutationObserver(() => document.querySelectorAll('img:not([alt]), img[alt=""]').forEach((image) => {
+  const name = decodeURIComponent(image.src).split('/').pop().replace(/[.][a-z]+$/, '');
+  if (image.src && !image.src.startsWith('data:')) image.alt = 'Example: ' + name;
+})).observe(document, { childList: true, subtree: true, attributes: true, attributeFilter: ['src'] });
+"""
 T = TypeVar("T")
 
 
@@ -224,12 +231,12 @@ class Page:
                 found.append(cards.message(str(error)))
         return found
 
-    def batch(self, files: list[str] | None, model: str, *settings: Any) -> list[Any]:
+    def many(self, files: list[str] | None, model: str, *settings: Any) -> list[Any]:
         """Many pictures: a row each, and how deep they went."""
         if not files:
             return [[], "", "Choose some pictures."]
         try:
-            rows = self._batch(files, model, *settings)
+            rows = self._many(files, model, *settings)
         except UserError as error:
             return [[], "", f"**{error}**"]
         depths = [row["steps"] for row in rows if "steps" in row]
@@ -246,7 +253,7 @@ class Page:
         wrong = len(rows) - len(depths)
         return [table, plots.histogram(depths, full), words + (f", {wrong} could not be read." if wrong else ".")]
 
-    def _batch(self, files: list[str], model: str, *settings: Any) -> list[dict[str, Any]]:
+    def _many(self, files: list[str], model: str, *settings: Any) -> list[dict[str, Any]]:
         if len(files) > MAX_BATCH:
             raise UsageError(f"{len(files)} pictures are more than the {MAX_BATCH} that this page takes at once")
         engine, choice = self.models.engine(model), self.choice(model, *settings)
@@ -276,8 +283,18 @@ class Page:
 
     # -- for programs ---------------------------------------------------------------------------------------------
 
-    def api_predict(self, picture: str | None, *settings: Any) -> dict[str, Any]:
-        run = _shown(self.run)(picture, *settings)
+    def api_predict(
+        self,
+        picture: str | None,
+        model: str,
+        adaptive: bool,
+        rule: str,
+        threshold: float,
+        max_steps: float,
+        solver: str,
+        steps: float,
+    ) -> dict[str, Any]:
+        run = _shown(self.run)(picture, model, adaptive, rule, threshold, max_steps, solver, steps)
         return {
             "label": run.label,
             "top": [{"label": label, "probability": p} for label, p in run.top()],
@@ -291,13 +308,34 @@ class Page:
             "macs": run.macs(),
         }
 
-    def api_attention(self, picture: str | None, step: float, *settings: Any) -> dict[str, Any]:
-        run = _shown(self.run)(picture, *settings)
-        at = run.steps if step is None or step < 0 else min(int(step), run.way.steps)
+    def api_attention(
+        self,
+        picture: str | None,
+        step: float,
+        model: str,
+        adaptive: bool,
+        rule: str,
+        threshold: float,
+        max_steps: float,
+        solver: str,
+        steps: float,
+    ) -> dict[str, Any]:
+        run = _shown(self.run)(picture, model, adaptive, rule, threshold, max_steps, solver, steps)
+        at = run.steps if step < 0 else min(int(step), run.way.steps)
         return {"step": at, "heads": run.way.maps[at].tolist()}
 
-    def api_batch(self, files: list[str] | None, *settings: Any) -> list[dict[str, Any]]:
-        return _shown(self._batch)(files or [], *settings)
+    def api_batch(
+        self,
+        files: list[str] | None,
+        model: str,
+        adaptive: bool,
+        rule: str,
+        threshold: float,
+        max_steps: float,
+        solver: str,
+        steps: float,
+    ) -> list[dict[str, Any]]:
+        return _shown(self._many)(files or [], model, adaptive, rule, threshold, max_steps, solver, steps)
 
     # -- controls -------------------------------------------------------------------------------------------------
 
@@ -372,7 +410,7 @@ def _controls(page: Page, prefix: str, **first: Any) -> tuple[Controls[Any], gr.
     words = gr.Markdown(elem_id=name("guarantee"), elem_classes="guarantee")
     with gr.Row():
         solver = gr.Dropdown(**start.solver, label="Solver", min_width=140, elem_id=name("solver"))
-        steps = gr.Slider(1, **start.steps, step=1, label="Steps to the horizon", min_width=180, elem_id=name("steps"))
+        steps = gr.Slider(1, **start.steps, step=1, label="Steps", min_width=180, elem_id=name("steps"))
     limit = gr.Slider(1, **start.max_steps, step=1, label="Maximal depth", elem_id=name("depth"))
     return Controls(model, adaptive, rule, threshold, limit, solver, steps), words
 
@@ -482,7 +520,7 @@ def build(models: Models) -> gr.Blocks:
                 interactive=False, wrap=True, label="Answers", elem_id="table",
             )  # fmt: skip
             files.change(
-                page.batch,
+                page.many,
                 [files, *controls.settings],
                 [table, bars, summary],
                 api_visibility="private",
@@ -569,7 +607,7 @@ def launch(
         footer_links=["api"],
         theme=theme(),
         # Not as css: that is rewritten selector by selector, which breaks media queries.
-        head=f"<style>{(HERE / 'style.css').read_text(encoding='utf-8')}</style>",
+        head=f"<style>{(HERE / 'style.css').read_text(encoding='utf-8')}</style><script>{NAMES}</script>",
         app_kwargs={"middleware": [Middleware(_Closed)], "docs_url": None, "redoc_url": None},
     )
     return blocks, address

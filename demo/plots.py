@@ -101,9 +101,8 @@ def _span(values: Floats) -> tuple[float, float]:
 
 def trajectory(run: Run, head: tuple[Floats, Floats] | None) -> str:
     """All plots of a run."""
-    return (
-        f'<div class="plots">{probabilities(run)}{contraction(run)}{speed(run)}{exponent(run)}{path(run, head)}</div>'
-    )
+    parts = (probabilities(run), contraction(run), speed(run), exponent(run), path(run, head))
+    return f'<div class="plots five">{"".join(parts)}</div>'
 
 
 def probabilities(run: Run) -> str:
@@ -196,7 +195,7 @@ def path(run: Run, head: tuple[Floats, Floats] | None) -> str:
     note = f"The plane of its two main directions holds {share:.0%} of the way."
     text = f"Path of CLS in two dimensions from the start to {run.full_label}. {note}"
     if head is not None:
-        note += " Colours: the class that the head answers at each point of it; arrows: where a class grows."
+        note += " Colours: the class that the head answers at each point of it. Arrows: where a class grows."
     return _figure("Path of CLS", "".join(parts), text, legend, note)
 
 
