@@ -100,24 +100,24 @@ def answer(run: Run) -> str:
     if run.lowered_to is not None:
         other += f'<p class="differs">The engine is busy and allowed {run.lowered_to} steps.</p>'
     used, full = run.macs(), run.macs(run.depth.steps)
-    rows = [
-        (
-            "full depth",
-            f"{_times(run.seconds, run.full_seconds)} ({1000 * run.full_seconds:.1f} ms)",
-            f"{_times(used, full)} ({_amount(full)})",
-        )
-    ]
+    whole = run.steps == run.depth.steps  # then times differ by chance alone
+    took = "the same" if whole else _times(run.seconds, run.full_seconds)
+    rows = [("full depth", took, f"({1000 * run.full_seconds:.1f} ms)", _times(used, full), f"({_amount(full)})")]
     teacher = run.config.teacher
     if teacher is not None:
         macs = teacher.macs(run.config.architecture)
-        rows.append((f"teacher, {escape(teacher.name)}", "not measured", f"{_times(used, macs)} ({_amount(macs)})"))
-    body = "".join(f"<tr><th>{name}</th><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
+        name = f'teacher <span title="{escape(teacher.name)}">{escape(teacher.name.split(".")[0])}</span>'
+        rows.append((name, "not measured", "", _times(used, macs), f"({_amount(macs)})"))
+    body = "".join(
+        f"<tr><th>{name}</th><td>{time} <span>{of}</span></td><td>{less} <span>{macs}</span></td></tr>"
+        for name, time, of, less, macs in rows
+    )
     return (
         f'<div class="answer"><h2 id="answer-label">{escape(run.label)}</h2>{bars}{other}'
         f'<p class="depth"><b class="count">{run.steps}<small>/{run.depth.steps}</small></b> '
         f"{escape(sentence(run))}</p>{gauge(run)}"
-        f'<table class="costs"><thead><tr><th>against</th><th>time: {1000 * run.seconds:.1f} ms</th>'
-        f"<th>multiply-adds: {_amount(used)}</th></tr></thead><tbody>{body}</tbody></table></div>"
+        f'<table class="costs"><thead><tr><th>cost, against</th><th>time <span>{1000 * run.seconds:.1f} ms</span></th>'
+        f"<th>multiply-adds <span>{_amount(used)}</span></th></tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -266,4 +266,4 @@ def histogram(depths: Sequence[int], steps: int) -> str:
     parts.append(f'<text class="tick" x="{WIDTH / 2}" y="{HEIGHT - 2}" text-anchor="middle">steps</text>')
     mean = float(np.mean(depths))
     text = f"Depths of {len(depths)} pictures: {mean:.1f} of {steps} steps on average"
-    return f'<div class="plots">{_figure("Depths", "".join(parts), text, note=text + ".")}</div>'
+    return f'<div class="plots single">{_figure("Depths", "".join(parts), text, note=text + ".")}</div>'
