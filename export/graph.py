@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bundle import Integration
-from ..train.model import MLP, Attention, CenterNorm, ODEViT
+from ..train.model import MLP, Attention, CenterNorm, ODEViT, spread
 from ..train.solvers import Size, advance, memories
 
 FAR = 1e30  # the margin of a model with a single class: there is no boundary
@@ -90,20 +90,13 @@ class FoldedMLP(nn.Module):
 
     def __init__(self, mlp: MLP):
         super().__init__()
-        self.grid, self.patches = mlp.grid, mlp.patches
+        self.grid = mlp.grid
         self.up = Matrix(*fold(mlp.norm, mlp.up.weight))
         self.down = Matrix(mlp.down.weight)
         self.mix = copy.deepcopy(mlp.mix)  # this one may be made half precision
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.spread(self.up(x))))
-
-    def spread(self, x: Tensor) -> Tensor:
-        if self.mix is None:
-            return x
-        cls, patches, registers = x.split([1, self.patches, x.shape[1] - 1 - self.patches], 1)
-        image = patches.mT.unflatten(-1, (self.grid, self.grid))  # [B,M,E] -> [B,E,g,g]
-        return torch.cat([cls, self.mix(image).flatten(2).mT, registers], 1)
+        return self.down(F.gelu(spread(self.up(x), self.mix, self.grid)))
 
 
 class Folded(nn.Module):

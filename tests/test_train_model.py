@@ -14,7 +14,7 @@ from torch import nn
 
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
 from odevit_serve.errors import UserError
-from odevit_serve.train.model import Attention, CenterNorm, ODEViT
+from odevit_serve.train.model import Attention, CenterNorm, ODEViT, spread
 
 
 def make(seed: int = 0, **changes: object) -> ODEViT:
@@ -119,13 +119,13 @@ def test_the_convolution_mixes_neighbours_and_leaves_cls_and_registers_alone() -
     mlp = make(convolution=3).psi.mlp
     assert isinstance(mlp.mix, nn.Conv2d)
     x = torch.randn(1, 19, 48)
-    torch.testing.assert_close(mlp.spread(x), x)  # starts as the identity
+    torch.testing.assert_close(spread(x, mlp.mix, 4), x)  # starts as the identity
     mlp.mix.weight.normal_()
-    y = mlp.spread(x)
+    y = spread(x, mlp.mix, 4)
     torch.testing.assert_close(y[:, [0, 17, 18]], x[:, [0, 17, 18]])
     moved = x.clone()
     moved[0, 1 + 5] += 1  # the patch in row 1, column 1 of a 4 x 4 grid
-    changed = (mlp.spread(moved) - y).abs().sum(-1)[0] > 1e-6
+    changed = (spread(moved, mlp.mix, 4) - y).abs().sum(-1)[0] > 1e-6
     assert changed.nonzero().flatten().tolist() == [1 + 4 * r + c for r in range(3) for c in range(3)]
 
 

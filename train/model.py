@@ -98,7 +98,7 @@ class MLP(nn.Module):
 
     def __init__(self, shape: Architecture):
         super().__init__()
-        self.grid, self.patches = shape.grid, shape.patches
+        self.grid = shape.grid
         self.norm = CenterNorm(shape.width)
         self.up = linear(shape.width, shape.hidden)
         self.down = linear(shape.hidden, shape.width)
@@ -111,14 +111,16 @@ class MLP(nn.Module):
             nn.init.dirac_(self.mix.weight, groups=shape.hidden)  # starts as the identity: the paper's F
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.spread(self.up(self.norm(x)))))
+        return self.down(F.gelu(spread(self.up(self.norm(x)), self.mix, self.grid)))
 
-    def spread(self, x: Tensor) -> Tensor:
-        if self.mix is None:
-            return x
-        cls, patches, registers = x.split([1, self.patches, x.shape[1] - 1 - self.patches], 1)
-        image = patches.mT.unflatten(-1, (self.grid, self.grid))  # [B,M,E] -> [B,E,g,g]
-        return torch.cat([cls, self.mix(image).flatten(2).mT, registers], 1)
+
+def spread(x: Tensor, mix: nn.Conv2d | None, grid: int) -> Tensor:
+    """Convolve the patches among the tokens [B,S,E] as a picture; CLS and registers stay as they are."""
+    if mix is None:
+        return x
+    cls, patches, registers = x.split([1, grid**2, x.shape[1] - 1 - grid**2], 1)
+    image = patches.mT.unflatten(-1, (grid, grid))  # [B,M,E] -> [B,E,g,g]
+    return torch.cat([cls, mix(image).flatten(2).mT, registers], 1)
 
 
 class Psi(nn.Module):
