@@ -80,9 +80,8 @@ def checkpointing_saves(steps: int = 24, repeats: int = 3) -> dict[str, float]:
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     for _ in range(repeats):
         for on in (True, False):
-            done = subprocess.run(
-                [sys.executable, __file__, "--memory", str(int(on)), str(steps)], capture_output=True, text=True, check=True
-            )
+            own = [sys.executable, __file__, "--memory", str(int(on)), str(steps)]
+            done = subprocess.run(own, capture_output=True, text=True, check=True)
             found[on].append(json.loads(done.stdout))
     peak = {on: statistics.median(r["mb"] for r in rows) for on, rows in found.items()}
     seconds = {on: statistics.median(r["seconds"] for r in rows) for on, rows in found.items()}
