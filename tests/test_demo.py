@@ -197,10 +197,10 @@ def test_settings_change_the_depth(
     page.wait_for_selector("#one-guarantee :text('Full depth')")
     number(page, "one-steps", full + 3)
     answered(page, full + 3)
-    choose(page, "one-solver", "rk4")
-    page.wait_for_function(
-        "() => parseFloat(document.querySelectorAll('#answer .costs thead span')[1].innerText) > 0"
-    )
+    cost = "document.querySelectorAll('#answer .costs thead span')[1].innerText"
+    before = page.evaluate(f"parseFloat({cost})")
+    choose(page, "one-solver", "rk4")  # four evaluations a step
+    page.wait_for_function(f"before => parseFloat({cost}) > 3 * before", arg=before)
     page.click("#one-adaptive input")
     choose(page, "one-rule", "patience")
     page.wait_for_function("document.querySelector('#answer')?.innerText.includes(\"'patience'\")")

@@ -230,8 +230,8 @@ def test_browser_takes_what_is_dropped_and_survives_a_wrong_file(
     page.wait_for_selector("#message.wrong")
     assert "wrong.png is not a picture" in page.inner_text("#message")
     page.evaluate(drop, [list(pictures[0].read_bytes()), "dropped.png"])
-    page.wait_for_function("document.getElementById('picture-name').textContent === 'dropped.png'")
-    page.wait_for_function("document.getElementById('message').textContent === ''")
+    page.wait_for_function("() => document.getElementById('picture-name').textContent === 'dropped.png'")
+    page.wait_for_function("() => document.getElementById('message').textContent === ''")
     before = page.evaluate("document.getElementById('map').toDataURL()")
     page.fill("#opacity", "0")
     assert page.evaluate("document.getElementById('map').toDataURL()") != before  # the map was there, and goes
