@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import tempfile
 import threading
 from collections.abc import Callable
@@ -587,6 +589,7 @@ def launch(
 ) -> tuple[gr.Blocks, str]:
     """Serve the page; gives its address when it does not block."""
     folder = Path(tempfile.mkdtemp(prefix="odevit-demo-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["GRADIO_TEMP_DIR"] = str(folder)
     blocks = build(models)
     _, address, _ = blocks.launch(

@@ -58,6 +58,7 @@ def address(tiny_bundle: Path, temporary: Path) -> Iterator[str]:
     yield url
     server.send_signal(signal.SIGINT)
     assert server.wait(30) in (0, 130)
+    assert not list(temporary.glob("odevit-demo-*"))  # nothing of what visitors sent stays
 
 
 @pytest.fixture(scope="module")
