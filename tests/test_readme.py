@@ -73,6 +73,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("img.jpg", "image.jpg", "photo.jpg", "a.jpg", "b.png"):
         Image.fromarray(random.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(folder / name)
     shutil.copytree(models / "cifar10", folder / "bundle")
+    shutil.copytree(ROOT / "demo" / "examples", folder / "demo" / "examples")
     shutil.copytree(ROOT / "demo" / "embed", folder / "demo" / "embed", ignore=shutil.ignore_patterns("node_modules"))
     return folder
 
@@ -189,3 +190,11 @@ def test_the_example_for_programs(desk: Path, tmp_path: Path, monkeypatch: pytes
     assert names["full"]["steps"] == names["full"]["full_steps"]  # type: ignore[index]
     assert names["maps"]["step"] == 2  # type: ignore[index]
     assert names["rows"][0]["label"] == names["answer"]["label"]  # type: ignore[index]
+
+
+def test_continuous_integration_runs_the_readmes_own_test_commands() -> None:
+    block = re.search(r"Run the tests:\n\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    positions = [lines.index(line) for line in block[1].splitlines()]
+    assert positions == sorted(positions)
