@@ -21,7 +21,7 @@ from odevit_serve.cli import main
 from odevit_serve.export import formats
 from odevit_serve.session import read_metadata
 
-TABLE = Path(__file__).parents[1] / "docs" / "export.md"
+TABLE = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.fixture
