@@ -101,7 +101,7 @@ class Study:
         arrays = {k: v[order] for k, v in arrays.items()}
         if self.place.is_main_process:
             with bundle.atomic(path) as scratch, scratch.open("wb") as file:
-                np.savez(file, _key=np.array(mark), **arrays)
+                np.savez(file, **{"_key": np.array(mark), **arrays})  # type: ignore[arg-type]
         return arrays
 
     def _batches(self, name: str, limit: int | None) -> Iterator[Batch]:

@@ -113,7 +113,7 @@ def spread(numbers: Numbers) -> Figure:
     right = np.array(numbers["right"]) if "right" in numbers else None
     for axes, (name, kind) in zip(all_axes, numbers["kinds"].items()):
         values = np.array(kind["values"], float)
-        bins = np.linspace(*np.nanquantile(values, [0, 1]), 32) if np.ptp(values) > 0 else 10
+        bins: Any = np.linspace(values.min(), values.max(), 32) if np.ptp(values) > 0 else 10
         if right is None:
             axes.hist(values, bins, color=BLUE, alpha=0.8)
         else:
@@ -131,7 +131,8 @@ def distance(numbers: Numbers) -> Figure:
     figure, (left, middle) = _figure(2)
     groups = [g for g in numbers["groups"] if g["images"]]
     values = [np.array(g["distances"]) for g in groups]
-    bins = np.linspace(*np.quantile(np.concatenate(values), [0, 0.995]), 36)
+    low, high = np.quantile(np.concatenate(values), [0, 0.995])
+    bins: Any = np.linspace(low, high, 36)
     left.hist(values, bins, stacked=True, color=[GROUPS[g["name"]] for g in groups],
               label=[f"{g['name']} ({g['images']})" for g in groups])  # fmt: skip
     if numbers["region"] is not None:
@@ -155,7 +156,8 @@ def steepness(numbers: Numbers) -> Figure:
     left.plot(steps, numbers["lipschitz"]["by_step"], color=BLUE, marker="o", markersize=4, label="mean of images")
     left.plot(steps, numbers["lipschitz"]["highest_by_step"], color=ORANGE, marker="o", markersize=4, label="highest")
     left.axhline(numbers["printed"]["lipschitz"], color=GREY, linestyle="--", linewidth=1)
-    left.text(0, numbers["printed"]["lipschitz"], "assumed by the paper", fontsize=8, va="bottom", color=GREY)
+    place = (len(steps) - 1, numbers["printed"]["lipschitz"])
+    left.text(*place, "assumed by the paper", fontsize=8, va="bottom", ha="right", color=GREY)
     left.set(xlabel="after step", ylabel="largest singular value of psi's Jacobian", ylim=(0, None))
     _legend(left)
     error = numbers["error"]["by_step"]

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def differentiable() -> Iterator[None]:
         yield
 
 
-def jvp(function: Callable[..., Sequence[Tensor]], at: Sequence[Tensor], along: Sequence[Tensor]) -> tuple:  # type: ignore[type-arg]
+def jvp(function: Callable[..., Any], at: Sequence[Tensor], along: Sequence[Tensor]) -> Any:
     with differentiable():
         return torch.func.jvp(function, tuple(at), tuple(along))
 
@@ -95,11 +96,11 @@ def lipschitz(field: Callable[[Tensor], Tensor], x: Tensor, iterations: int = 20
     u = u / _column(norm(u), u)
     value = torch.zeros(len(x))
     with torch.no_grad(), differentiable():
-        _, back = torch.func.vjp(field, x)
+        pulled: Any = torch.func.vjp(field, x)
         for _ in range(iterations):
             w = torch.func.jvp(field, (x,), (u,))[1]
             value = norm(w)
-            (u,) = back(w)
+            (u,) = pulled[1](w)
             u = u / _column(norm(u).clamp_min(torch.finfo(u.dtype).tiny), u)
     return value
 

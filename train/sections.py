@@ -43,7 +43,7 @@ def depth(
     """
     reference = full if teacher is None else teacher
 
-    def judge(answers: np.ndarray) -> dict[str, float]:
+    def judge(answers: np.ndarray) -> Numbers:
         found = {"agreement": _share(answers == reference)}
         return found if labels is None else {"accuracy": _share(answers == labels), **found}
 
@@ -113,7 +113,7 @@ def stability(
             row["correlation_with_right"] = correlation(values, ~wrong).to_dict()
             row["classes"] = by_class(values, ~wrong, labels, names)
             pairs = [(c["exponent"], c["accuracy"]) for c in row["classes"]]
-            row["class_correlation"] = correlation(*zip(*pairs)).to_dict() if pairs else None
+            row["class_correlation"] = correlation([e for e, _ in pairs], [a for _, a in pairs]).to_dict()
         found["kinds"][kind] = row
     if labels is not None:
         wrong = answers[:, -1] != labels
@@ -254,7 +254,7 @@ def rules(recordings: dict[str, Recording], lines: int = 60) -> Numbers:
     changes = first.answers[:, :-1] != first.answers[:, -1:]
     found["still_to_change"] = changes.mean(0).tolist()
     for name, recording in recordings.items():
-        curve = []
+        curve: list[Numbers] = []
         thresholds = calibrate.grid(recording, lines)
         for threshold in thresholds:
             ends = recording.exit_steps(float(threshold))

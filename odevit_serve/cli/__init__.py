@@ -80,9 +80,9 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import analyze, bench, calibrate, demo, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
+from . import analyze, benchmark, calibrate, demo, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
 
 __all__ = [
-    "analyze", "app", "bench", "calibrate", "demo", "export", "info", "main", "predict", "require", "say", "serve",
+    "analyze", "app", "benchmark", "calibrate", "demo", "export", "info", "main", "predict", "require", "say", "serve",
     "train",
 ]  # fmt: skip

@@ -100,7 +100,7 @@ def process(system: str, model: Path, unrolled: Path, threads: int) -> Iterator[
         options = ["--slots", str(SLOTS), "--queue", "1024", "--log", "off", "--threads", str(threads)]
         command = [sys.executable, "-m", "odevit_serve", "serve", str(source), "--port", str(port), *options]
     else:
-        module = "odevit_serve.bench_litserve" if system == "litserve" else "odevit_serve.bench"
+        module = "odevit_serve.benchmark_litserve" if system == "litserve" else "odevit_serve.benchmark_serve"
         command = [sys.executable, "-m", module, str(source), str(port), str(threads)]
     own = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:

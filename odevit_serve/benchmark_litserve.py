@@ -1,4 +1,4 @@
-"""The unrolled file in LitServe, as its documentation would have one write it; `bench serve` starts this."""
+"""The unrolled file in LitServe, as its documentation would have one write it; `benchmark serve` starts this."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import litserve
 import numpy as np
 
-from .bench import SLOTS
+from .benchmark_serve import SLOTS
 from .model import FileModel, load
 
 

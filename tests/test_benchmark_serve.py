@@ -10,7 +10,7 @@ import pytest
 from serving import png
 
 import odevit_serve
-from odevit_serve.bench import SynchronousSlots, compare, ratios, some_pictures
+from odevit_serve.benchmark_serve import SynchronousSlots, compare, ratios, some_pictures
 from odevit_serve.clients import Load
 from odevit_serve.engine import Engine
 from odevit_serve.model import BundleModel

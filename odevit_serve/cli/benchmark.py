@@ -1,4 +1,4 @@
-"""`odevit-serve bench serve`: four ways to serve one model, under the same load."""
+"""`odevit-serve benchmark`: what a model costs here; `benchmark serve`: four ways to serve it, under the same load."""
 
 from __future__ import annotations
 
@@ -10,20 +10,72 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..errors import UsageError
 from . import app, require, say
 
-bench = typer.Typer(help="Measure systems against each other in one run.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
+
+class ModelByDefault(TyperGroup):
+    """`benchmark [BUNDLE]` is short for `benchmark model [BUNDLE]`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in (*self.commands, "-h", "--help"):
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
 
 
-@bench.callback()
-def _group() -> None:
-    pass
+benchmark = typer.Typer(
+    cls=ModelByDefault,
+    help="Measure a model, or ways to serve it, in one run. `benchmark BUNDLE` is short for `benchmark model BUNDLE`.",
+)
+app.add_typer(benchmark, name="benchmark")
 
 
-@bench.command()
+@benchmark.command()
+def model(
+    source: str = typer.Argument(None, metavar="[BUNDLE|FILE.onnx]", help="Default: the bundled model."),
+    data: str = typer.Option(None, "--data", help="Labelled pictures: for accuracy, int8 and real exit depths."),
+    quick: bool = typer.Option(False, "--quick", help="Fewer pictures and rounds, nothing compiled."),
+    teacher_weights: Path = typer.Option(
+        None, "--teacher-weights", help="Safetensors file in timm's names: the teacher itself, not only its size."
+    ),
+    threads: int = typer.Option(None, "--threads", min=1, help="Of every system; default: one a core."),
+    rounds: int = typer.Option(None, "--rounds", min=1, max=99, help="Default: 7, with --quick 3."),
+    as_json: Path = typer.Option(None, "--json", metavar="FILE", help="Write everything as JSON; - prints it instead."),
+    markdown: Path = typer.Option(None, "--markdown", metavar="FILE", help="Write the table as Markdown."),
+) -> None:
+    """Time, memory, size and accuracy of this model in all its forms, beside plain ViTs in onnxruntime and torch."""
+    import dataclasses
+
+    from .. import benchmark as measure
+    from ..benchmark_table import as_markdown, show
+    from ..calibrate import open_images
+
+    plan = measure.QUICK if quick else measure.Plan()
+    if rounds is not None:
+        plan = dataclasses.replace(plan, rounds=rounds)
+    images = open_images(data, limit=max(plan.judged, plan.pictures)) if data else None
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure.run(source, plan, images, data, threads, Path(scratch), teacher_weights, say)
+    words = ["odevit-serve", "benchmark", *([source] if source else []), *(["--data", "DATA"] if data else [])]
+    words += ["--teacher-weights", "FILE"] if teacher_weights else []
+    words += ["--quick"] if quick else []
+    words += [f"--threads {threads}"] if threads else []
+    words += [f"--rounds {rounds}"] if rounds else []
+    result = {"command": " ".join(words), **result}
+    text = json.dumps(result, indent=2) + "\n"
+    if markdown is not None:
+        markdown.write_text(as_markdown(result), encoding="utf-8")
+    if as_json is not None and str(as_json) == "-":
+        typer.echo(text, nl=False)
+        return
+    if as_json is not None:
+        as_json.write_text(text, encoding="utf-8")
+    show(result)
+
+
+@benchmark.command()
 def serve(
     model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model; `random`: random weights."),
     pictures: str = typer.Option(None, "--pictures", help="Folder to take pictures from; default: made-up ones."),
@@ -38,7 +90,7 @@ def serve(
 ) -> None:
     """Compare this engine with batch-synchronous exit, fixed depth, and LitServe, by images/s and latency."""
     require("export")
-    from .. import bench as measure
+    from .. import benchmark_serve as measure
     from ..bundle import find
     from ..export.job import Settings, export
     from ..model import BundleModel, load
