@@ -84,7 +84,7 @@ def _guarantee(config: Config) -> list[str]:
         "",
         f"Stopping by `{config.exit.rule}` at {config.exit.threshold:.4g}, the early answer {failure} "
         f"on at most {calibration.epsilon:.2%} of images, with confidence {1 - calibration.delta:.0%}, for images "
-        f"drawn like the {calibration.images:,} it was calibrated on. Seen on those: {calibration.observed:.2%}, at a mean "
-        f"depth of {calibration.mean_steps:.2f} of {calibration.steps} steps.",
+        f"drawn like the {calibration.images:,} it was calibrated on. Seen on those: {calibration.observed:.2%}, at "
+        f"a mean depth of {calibration.mean_steps:.2f} of {calibration.steps} steps.",
         "",
     ]

@@ -24,7 +24,7 @@ def test_presets_have_the_papers_parameters(name: str) -> None:
     """Table 4 counts millions of trained parameters: 0.5, 4.2, 7 and 3.8 (its 0.5 and 4.2 include the frozen ones)."""
     parameters = PRESETS[name].architecture.parameters()
     expected = {"scratch-cifar10": 0.22, "tiny": 0.45, "tiny-224": 0.45}
-    expected |= {n: 3.54 for n in ("scratch-cifar100", "scratch-imagenet100")}
+    expected |= dict.fromkeys(("scratch-cifar100", "scratch-imagenet100"), 3.54)
     expected |= {n: 7.1 for n in PRESETS if n.startswith("base")} | {n: 3.55 for n in PRESETS if n.startswith("small")}
     assert parameters["psi"] / 1e6 == pytest.approx(expected[name], abs=0.02)
 
