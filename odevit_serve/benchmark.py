@@ -192,7 +192,7 @@ class Plan:
     loads: int = 3  # fresh processes to load each system
 
 
-QUICK = Plan(pictures=32, rounds=3, judged=200, compiled=False, grown=3, loads=1)
+QUICK = Plan(pictures=32, rounds=3, judged=500, compiled=False, grown=3, loads=1)
 
 
 def run(

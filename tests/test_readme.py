@@ -35,6 +35,8 @@ SKIPPED = {  # the start of a command -> why it is not run here
     "node demo/embed": "tests/test_embed.py runs it with the packages installed",
     "odevit-serve serve --ray": "tests/test_ray.py runs it",
     "serve run odevit_serve.ray": "tests/test_ray.py runs the same application",
+    "odevit-serve benchmark": "takes minutes; tests/test_benchmark.py and test_benchmark_serve.py run it small",
+    "odevit-serve analyze": "takes minutes; tests/test_analyze.py runs it small",
     "odevit-serve demo": "test_the_example_for_programs starts it and stops it",
     "odevit-serve export --precision int8": "whether 8 bits pass depends on the model; tests/test_export_precision.py",
 }
