@@ -170,7 +170,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Numbers], tuple[list[str], str]]]]
     "depth": (
         "Steps and horizon",
         "The same weights integrated in fewer or more steps, and over a shorter or longer time than in training (the "
-        "red box). Flat regions are free to move in; a cliff suggests that the model has learned its step size as well. "
+        "red box). Flat regions are free to move in; a cliff hints that the model has learned its step size as well. "
         "In the second figure the dotted line is the model's own number of steps, the dashed one the recommended.",
         _depth,
     ),
