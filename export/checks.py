@@ -76,7 +76,7 @@ def weight_bytes(shape: Architecture, precision: str) -> float:
     """Size of all weights, each stored once."""
     parameters = shape.parameters()
     psi = parameters["psi"] - shape.registers * shape.width
-    return psi * WEIGHT_BYTES[precision] + 4.0 * (parameters["frozen"] + shape.registers * shape.width)
+    return psi * WEIGHT_BYTES[precision] + 4.0 * (parameters["rest"] + shape.registers * shape.width)
 
 
 def size(found: int, config: Config, precision: str, evaluations: int, extra: float = 0.0) -> Check:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..bundle import Integration
-from ..train.model import MLP, Attention, CenterNorm, ODEViT, spread
+from ..train.model import MLP, Attention, CenterNorm, ODEViT, plain, spread
 from ..train.solvers import Size, advance, memories
 
 FAR = 1e30  # the margin of a model with a single class: there is no boundary
@@ -108,7 +108,7 @@ class Folded(nn.Module):
         super().__init__()
         self.shape = model.config.architecture
         self.integration = integration or model.config.integration
-        self.patch = model.patch
+        self.patch = plain(model.patch)
         self.first = nn.Parameter((model.cls + model.position[:, :1]).detach(), requires_grad=False)
         self.position = nn.Parameter(model.position[:, 1:].detach(), requires_grad=False)
         self.registers = model.registers

@@ -31,6 +31,7 @@ METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .on
 SOLVERS = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}  # name -> evaluations of psi a step
 SPLITTINGS = ("parallel", "lie", "strang")
 ATTENTIONS = ("dot", "l2")
+STEMS = ("patch", "convolutions")
 
 
 def _choice(value: str, known: typing.Iterable[str], what: str) -> None:
@@ -52,6 +53,7 @@ class Architecture:
     attention: str = "dot"
     convolution: int = 0  # kernel of the depthwise convolution on the patch grid inside F; 0 leaves it out
     channels: int = 3
+    stem: str = "patch"  # patch: the teacher's patch embedding; convolutions: a small stack of them, trained
 
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "width", "heads", "classes", "channels"):
@@ -68,6 +70,11 @@ class Architecture:
         if (self.convolution and self.convolution % 2 == 0) or self.convolution < 0:
             raise UsageError(f"convolution must be 0 or an odd kernel size, not {self.convolution}")
         _choice(self.attention, ATTENTIONS, "attention")
+        _choice(self.stem, STEMS, "stem")
+        if self.stem == "convolutions" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
+            raise UsageError(
+                f"a stem of convolutions halves the picture: patch_size {self.patch_size} is no power of 2"
+            )
 
     @property
     def grid(self) -> int:
@@ -85,15 +92,32 @@ class Architecture:
     def hidden(self) -> int:
         return int(self.width * self.mlp_ratio)
 
+    def convolutions(self) -> list[tuple[int, int, int, int, int]]:
+        """The stem: (inputs, outputs, kernel, stride, side of the output) of each convolution.
+
+        A stack halves the picture with kernels of 3, doubling the channels, with one more of stride 1 before the last.
+        """
+        if self.stem == "patch":
+            return [(self.channels, self.width, self.patch_size, self.patch_size, self.grid)]
+        layers, inputs, side, halvings = [], self.channels, self.image_size, self.patch_size.bit_length() - 1
+        for left in range(halvings - 1, -1, -1):
+            if not left and halvings > 1:
+                layers.append((inputs, inputs, 3, 1, side))
+            side //= 2
+            outputs = max(1, self.width >> left)
+            layers.append((inputs, outputs, 3, 2, side))
+            inputs = outputs
+        return layers
+
     def parameters(self) -> dict[str, int]:
-        """Parameters of psi (with registers) and of the parts that a teacher lends and that stay frozen."""
+        """Parameters of psi (with registers) and of all else, which a teacher lends where it can."""
         projections = 3 if self.attention == "l2" else 4  # L2 attention ties query and key
         psi = projections * self.width**2 + 2 * self.width * self.hidden + 4 * self.width
         psi += self.hidden * self.convolution**2 + self.registers * self.width
-        patch = self.channels * self.patch_size**2 * self.width + self.width
+        stem = sum(kernel**2 * inputs * outputs + outputs for inputs, outputs, kernel, _, _ in self.convolutions())
         return {
             "psi": psi,
-            "frozen": patch + (2 + self.patches) * self.width + (self.width + 1) * self.classes,
+            "rest": stem + (2 + self.patches) * self.width + (self.width + 1) * self.classes,
         }
 
     def macs(self) -> dict[str, int]:
@@ -101,7 +125,7 @@ class Architecture:
         tokens, width = self.tokens, self.width
         projections = 3 if self.attention == "l2" else 4
         return {
-            "stem": self.patches * self.channels * self.patch_size**2 * width,
+            "stem": sum(k**2 * inputs * outputs * side**2 for inputs, outputs, k, _, side in self.convolutions()),
             "attention": projections * tokens * width**2 + 2 * tokens**2 * width,
             "mlp": 2 * tokens * width * self.hidden + self.patches * self.hidden * self.convolution**2,
             "head": width * self.classes,

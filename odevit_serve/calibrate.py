@@ -396,12 +396,15 @@ def _summary(outcome: Outcome) -> tuple[np.ndarray, ...]:
     )
 
 
-def open_images(source: str, split: str | None = None, limit: int | None = None, seed: int = 0) -> Images:
-    """The images to calibrate on: a named split, else the held-out one; at most `limit` of them, drawn at random."""
-    splits = data.open_splits(source)
-    if split is not None and split not in splits:
-        raise UsageError(f"{source} has no split {split!r}, but {', '.join(splits)}")
-    images = data.held_out(splits) if split is None else splits[split]
+def open_images(
+    source: str,
+    split: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    provenance: dict[str, Any] | None = None,
+) -> Images:
+    """The images to calibrate on, as `data.pick` finds them; at most `limit` of them, drawn at random."""
+    images = data.pick(source, split, provenance)
     if limit is not None and limit < len(images):
         images = images.subset(np.random.default_rng(seed).permutation(len(images))[:limit])
     return images

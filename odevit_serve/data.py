@@ -6,7 +6,6 @@ pictures are read on demand. Nothing is ever unpickled but CIFAR's own batches, 
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import zipfile
@@ -78,6 +77,24 @@ def held_out(splits: dict[str, Images]) -> Images:
     return splits.get("test") or splits.get("val") or splits["train"]
 
 
+def pick(source: str, split: str | None = None, provenance: dict[str, Any] | None = None) -> Images:
+    """The split a user names, else the held-out one.
+
+    `validation` names the training images that chose the model: they are drawn again as the bundle's recipe says.
+    """
+    splits = open_splits(source)
+    if split == "validation":
+        recipe = (provenance or {}).get("recipe")
+        if not recipe:
+            raise UsageError("the bundle does not say which images its training set aside: name another split")
+        if "val" in splits and recipe["data"]["use_val_split"]:
+            return splits["val"]
+        return split_off(splits["train"], recipe["data"]["validation"], recipe["training"]["seed"])[1]
+    if split and split not in splits:
+        raise UsageError(f"{source} has no split {split!r}, only {', '.join(splits)}")
+    return splits[split] if split else held_out(splits)
+
+
 def split_off(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
     """Part `fraction` of the images from the rest, by seed, with each class in proportion."""
     if not 0 < fraction < 1:
@@ -97,7 +114,7 @@ def _walk(root: Path) -> tuple[list[PurePosixPath], Callable[[PurePosixPath], Im
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         found += [Path(folder, name) for name in sorted(files) if not name.startswith(".")]
     members = [PurePosixPath(p.relative_to(root).as_posix()) for p in found if p.suffix.lower() in SUFFIXES]
-    return members, lambda member: _decode((root / member).read_bytes())
+    return members, lambda member: _decode(root / member, str(member))
 
 
 def _zip(path: Path) -> dict[str, Images]:
@@ -114,17 +131,15 @@ def _zip(path: Path) -> dict[str, Images]:
         pid = os.getpid()
         if pid not in archives:
             archives[pid] = zipfile.ZipFile(path)
-        return _decode(archives[pid].read(str(member)))
+        return _decode(archives[pid].read(str(member)), str(member))
 
     return _tree(members, read, where=str(path))
 
 
-def _decode(data: bytes) -> Image.Image:
-    from PIL import Image, ImageOps
+def _decode(source: Path | bytes, name: str) -> Image.Image:
+    from .images import read  # as predict reads them: transparent ones on white
 
-    with Image.open(io.BytesIO(data)) as picture:
-        picture.load()
-        return ImageOps.exif_transpose(picture).convert("RGB")
+    return read(source, name)
 
 
 def _tree(

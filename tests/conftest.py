@@ -46,6 +46,7 @@ def _tiny_model(
     seed: int = 0,
     calibrated: bool = True,
     classes: int = 5,
+    stem: str = "patch",
 ) -> ODEViT:
     import torch
 
@@ -54,7 +55,7 @@ def _tiny_model(
 
     torch.manual_seed(seed)
     config = Config(
-        Architecture(16, 4, 24, 3, 2.0, classes, registers=2, attention=attention, convolution=convolution),
+        Architecture(16, 4, 24, 3, 2.0, classes, registers=2, attention=attention, convolution=convolution, stem=stem),
         Integration(4.0, steps, solver, splitting),
         Preprocessing((3, 16, 16)),
         labels=("ant", "bee", "cat", "dog", "eel", "fox")[:classes] if classes < 7 else (),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from odevit_serve.data import CIFAR10, held_out, open_splits, split_off
-from odevit_serve.errors import UserError
+from odevit_serve.data import CIFAR10, held_out, open_splits, pick, split_off
+from odevit_serve.errors import UsageError, UserError
 
 
 def picture(path: Path, grey: int = 0) -> Path:
@@ -162,6 +162,23 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     picture(tmp_path / "mixed" / "2.png")
     with pytest.raises(UserError, match=r"2\.png lies beside class folders"):
         open_splits(tmp_path / "mixed")
+
+
+def test_validation_is_what_training_set_aside(folder: Path) -> None:
+    recipe = {"data": {"use_val_split": False, "validation": 0.34}, "training": {"seed": 3}}
+    aside = pick(str(folder), "validation", {"recipe": recipe})
+    assert aside.names == split_off(open_splits(folder)["train"], 0.34, 3)[1].names
+    recipe["data"]["use_val_split"] = True
+    assert pick(str(folder), "validation", {"recipe": recipe}).names == open_splits(folder)["val"].names
+    with pytest.raises(UsageError, match="does not say which images"):
+        pick(str(folder), "validation")
+    with pytest.raises(UsageError, match="no split 'test', only train, val"):
+        pick(str(folder), "test")
+
+
+def test_transparent_pictures_are_seen_on_white_as_predict_sees_them(tmp_path: Path) -> None:
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert open_splits(tmp_path)["train"].read(0).getpixel((4, 4)) == (255, 255, 255)
 
 
 def test_a_class_that_is_empty_in_one_split(folder: Path) -> None:

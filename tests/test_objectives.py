@@ -68,6 +68,14 @@ def test_truncated_gradients_are_those_of_the_last_steps_alone() -> None:
     assert not torch.allclose(gradients(objective())["psi.mlp.up.weight"], weight)
 
 
+def test_jitter_changes_the_step_size_within_its_part() -> None:
+    drawn = [objective(random_depth=(3, 6), step_jitter=0.3).depth(step) for step in range(60)]
+    sizes = [horizon / steps for steps, horizon, _ in drawn]
+    assert 0.7 <= min(sizes) < 0.8
+    assert 1.2 < max(sizes) <= 1.3
+    assert [d[0] for d in drawn] == [objective(random_depth=(3, 6)).depth(step)[0] for step in range(60)]
+
+
 def test_random_depth_keeps_the_step_size_and_random_resolution_the_horizon() -> None:
     deep, fine = objective(random_depth=(3, 6)), objective(random_resolution=(3, 6))
     depths = [deep.depth(step) for step in range(60)]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.bundle import STEMS, Architecture, Config, Integration, Preprocessing
 from odevit_serve.errors import UserError
-from odevit_serve.train.model import Attention, CenterNorm, ODEViT, spread
+from odevit_serve.train.model import Attention, CenterNorm, ODEViT, normalised, spread
 
 
 def make(seed: int = 0, **changes: object) -> ODEViT:
@@ -53,18 +53,20 @@ def test_every_projection_starts_with_spectral_norm_one(kind: str) -> None:
 
 
 def test_parameters_and_macs_are_those_counted_by_hand() -> None:
-    for changes in ({}, {"convolution": 3}, {"attention": "l2"}):
+    for changes in ({}, {"convolution": 3}, {"attention": "l2"}, {"stem": "convolutions"}):
         model = make(**changes)
         counted = model.config.architecture.parameters()
         model.freeze_copied()
+        model.patch.requires_grad_(False)  # a stack of convolutions is trained, but is no part of psi
         assert sum(p.numel() for p in model.parameters() if p.requires_grad) == counted["psi"]
-        assert sum(p.numel() for p in model.parameters() if not p.requires_grad) == counted["frozen"]
+        assert sum(p.numel() for p in model.parameters() if not p.requires_grad) == counted["rest"]
 
 
-def test_macs_match_torchs_own_counter() -> None:
+@pytest.mark.parametrize("stem", STEMS)
+def test_macs_match_torchs_own_counter(stem: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = make(convolution=3)
+    model = make(convolution=3, stem=stem)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randn(1, 3, 16, 16))
     assert counter.get_total_flops() == 2 * model.config.integration.macs(model.config.architecture) - (
@@ -180,3 +182,16 @@ def test_settings_at_call_time_override_the_bundles(tmp_path: Path) -> None:
         asked = model(pixels, steps=7, horizon=2.0, solver="heun", splitting="strang")
         model.config = model.config.replace(integration=own)
         torch.testing.assert_close(model(pixels), asked, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_batch_norms_of_a_stem_are_folded_when_it_is_saved(tmp_path: Path) -> None:
+    model = make(stem="convolutions")
+    images = torch.randn(8, 3, 16, 16)
+    assert isinstance(model.patch, nn.Sequential)
+    model.patch = normalised(model.patch).train()
+    model.stem(3 * images + 1)  # so that the norms have seen something
+    model.eval().save_pretrained(tmp_path)
+    again = ODEViT.from_pretrained(tmp_path)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in again.modules())
+    torch.testing.assert_close(again(images), model(images), atol=1e-5, rtol=1e-4)

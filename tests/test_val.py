@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import tiny_model
 
 from odevit_serve.errors import UsageError
-from odevit_serve.train.val import table, validate
+from odevit_serve.train.data import Batch
+from odevit_serve.train.val import SPOILT, table, validate
 
 
 @pytest.fixture
@@ -29,6 +31,30 @@ def test_a_row_for_each_pair_on_the_test_split(folder: Path) -> None:
     assert all(r["accuracy"] <= r["accuracy@3"] <= r["accuracy@5"] == 1.0 for r in rows)
     one = validate(str(folder / "model"), str(folder / "data.npz"), split="train", steps=[8], limit=4)
     assert one[0]["images"] == 4
+
+
+def test_robustness_adds_solvers_and_worse_pictures(folder: Path) -> None:
+    rows = validate(str(folder / "model"), str(folder / "data.npz"), steps=[8], robustness=True)
+    assert [r["solver"] for r in rows[:5]] == ["euler", "ab2", "midpoint", "heun", "rk4"]
+    assert [r["pictures"] for r in rows[5:]] == list(SPOILT)
+    losses = [r["loss"] for r in rows]
+    assert len(set(losses)) == len(losses)  # each row is computed by itself
+    again = validate(str(folder / "model"), str(folder / "data.npz"), steps=[8], robustness=True)
+    assert again == rows  # noise included
+
+
+def test_noise_and_blur_by_hand(folder: Path) -> None:
+    config = tiny_model().config
+    flat = Batch(torch.zeros(4, 3, 16, 16), torch.zeros(4), torch.arange(4), [])
+    noise = SPOILT["noise 0.10"](flat, config)
+    assert noise.std().item() == pytest.approx(0.1 / 0.5, rel=0.1)  # pixels are divided by a std of 0.5
+    assert SPOILT["blur 1/32"](flat._replace(pixel_values=torch.ones(4, 3, 16, 16)), config) == pytest.approx(1.0)
+    spot = torch.zeros(1, 3, 16, 16)
+    spot[..., 8, 8] = 1
+    spread = SPOILT["blur 1/32"](flat._replace(pixel_values=spot), config)[0, 0]
+    assert spread.sum().item() == pytest.approx(1.0, rel=1e-4)
+    assert spread[8, 8] < 0.7
+    assert spread[8, 7] == pytest.approx(spread[7, 8].item())
 
 
 def test_the_table_fits_a_narrow_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

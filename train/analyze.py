@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 
 from .. import __version__, bundle
 from ..calibrate import match_labels
-from ..data import Images, held_out, open_splits
-from ..errors import UsageError
+from ..data import Images, pick
 from . import lyapunov, sections
 from .data import Batch, Order, Pictures, Unreadable, collate
 from .loop import Say
@@ -158,10 +157,7 @@ def open_study(
     """Load everything, and refuse what cannot be analysed before any work is done."""
     model = ODEViT.from_pretrained(source)
     model.requires_grad_(False)
-    splits = open_splits(data)
-    if split and split not in splits:
-        raise UsageError(f"{data} has no split {split!r}, only {', '.join(splits)}")
-    images = splits[split] if split else held_out(splits)
+    images = pick(data, split, model.config.provenance)
     images = sample(images, min(len(images), limit or (QUICK_LIMIT if quick else LIMIT)), 0)
     # In an order of chance, so that the first few of them are a sample too.
     images = images.subset(np.random.default_rng(1).permutation(len(images)))

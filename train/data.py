@@ -97,7 +97,8 @@ class Pictures(Dataset[tuple[Tensor, int, int, str]]):
             try:
                 picture = self.images.read(index)
             except Exception as error:  # decoders fail in every way there is
-                problem = problem or f"{self.images.names[index]} ({type(error).__name__})"
+                reason = error if isinstance(error, UserError) else type(error).__name__
+                problem = problem or f"{self.images.names[index]} ({reason})"
                 continue
             label = -1 if self.images.labels is None else int(self.images.labels[index])
             if not self.random:

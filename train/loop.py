@@ -163,7 +163,7 @@ def fit(
     per_epoch = len(data)
     steppers = optimizers(objective, plan)
     rates = [scheduler(o, plan, plan.epochs * per_epoch) for o in steppers]
-    average = AveragedModel(objective.net, multi_avg_fn=_ema(plan.ema)) if plan.ema else None
+    average = AveragedModel(objective.net, multi_avg_fn=_ema(plan.ema), use_buffers=True) if plan.ema else None
     state = Progress()
     checkpoint = folder / "last.pt"
     if checkpoint.exists():
@@ -237,7 +237,10 @@ def _ema(decay: float) -> Callable[[Any, Any, Any], None]:
     """Exponential average whose memory grows to `decay`, so that the first weights do not linger in a short run."""
 
     def update(averaged: Any, current: Any, count: Any) -> None:
-        torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + float(count)) / (10 + float(count))))
+        if averaged[0].is_floating_point():
+            torch._foreach_lerp_(averaged, current, 1 - min(decay, (1 + float(count)) / (10 + float(count))))
+        else:  # counters among the buffers
+            torch._foreach_copy_(averaged, current)
 
     return update
 

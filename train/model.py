@@ -6,6 +6,7 @@ registers, in this order), D width, H heads, d = D/H.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from .. import bundle
 from ..bundle import Architecture, Config
@@ -139,6 +141,44 @@ class Psi(nn.Module):
         return self.attention, self.mlp
 
 
+def embedding(shape: Architecture) -> nn.Conv2d | nn.Sequential:
+    """From pixels to a grid of patches [B,D,g,g]: one kernel as large as a patch, or a stack of small ones."""
+    if shape.stem == "patch":
+        patch = nn.Conv2d(shape.channels, shape.width, shape.patch_size, shape.patch_size)
+        nn.init.trunc_normal_(patch.weight, std=0.02)
+        spectral_(patch.weight)
+        nn.init.zeros_(patch.bias)  # type: ignore[arg-type]
+        return patch
+    layers: list[nn.Module] = []
+    for inputs, outputs, kernel, stride, _ in shape.convolutions():
+        layers += [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2), nn.GELU()]
+        nn.init.kaiming_normal_(layers[-2].weight, nonlinearity="relu")  # type: ignore[arg-type]
+        nn.init.zeros_(layers[-2].bias)  # type: ignore[arg-type]
+    return nn.Sequential(*layers[:-1])
+
+
+def normalised(stack: nn.Sequential) -> nn.Sequential:
+    """The stack with a batch norm behind each convolution: while it is trained only, see `plain`."""
+    layers: list[nn.Module] = []
+    for layer in stack:
+        layers += [layer, nn.BatchNorm2d(layer.out_channels)] if isinstance(layer, nn.Conv2d) else [layer]
+    return nn.Sequential(*layers)
+
+
+def plain(patch: nn.Conv2d | nn.Sequential) -> nn.Conv2d | nn.Sequential:
+    """The stem without batch norms: what they learned is folded into the convolutions before them."""
+    if isinstance(patch, nn.Conv2d):
+        return patch
+    layers: list[nn.Module] = []
+    for layer in copy.deepcopy(patch).eval():
+        if isinstance(layer, nn.BatchNorm2d):
+            before = layers.pop()
+            assert isinstance(before, nn.Conv2d)
+            layer = fuse_conv_bn_eval(before, layer)
+        layers.append(layer)
+    return nn.Sequential(*layers)
+
+
 class Point(NamedTuple):
     """One step along a trajectory: its number, the state after it and the velocity it started with."""
 
@@ -152,10 +192,7 @@ class ODEViT(nn.Module):
         super().__init__()
         shape = config.architecture
         self.config = config
-        self.patch = nn.Conv2d(shape.channels, shape.width, shape.patch_size, shape.patch_size)
-        nn.init.trunc_normal_(self.patch.weight, std=0.02)
-        spectral_(self.patch.weight)
-        nn.init.zeros_(self.patch.bias)  # type: ignore[arg-type]
+        self.patch = embedding(shape)
         self.cls = nn.Parameter(torch.randn(1, 1, shape.width) * 0.02)
         self.position = nn.Parameter(torch.randn(1, 1 + shape.patches, shape.width) * 0.02)
         self.registers = nn.Parameter(torch.randn(1, shape.registers, shape.width) * 0.02)
@@ -166,6 +203,8 @@ class ODEViT(nn.Module):
 
     def stem(self, pixel_values: Tensor) -> Tensor:
         """The initial state: CLS and patches with their position, then registers without one."""
+        if self.config.architecture.stem == "convolutions":
+            pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)  # 1.4x the training speed on CPUs
         patches = self.patch(pixel_values).flatten(2).mT  # [B,D,g,g] -> [B,M,D]
         batch = len(patches)
         x = torch.cat([self.cls.expand(batch, -1, -1), patches], 1) + self.position
@@ -211,16 +250,19 @@ class ODEViT(nn.Module):
         return advance(self.psi.fields, x, h, memory, own.solver, own.splitting)
 
     def freeze_copied(self) -> None:
-        """Leave only psi and the registers trainable, as in plug-and-play distillation."""
+        """Leave trainable what no teacher lends: psi, the registers and a stem of convolutions."""
+        own = ("psi.", "registers") if self.config.architecture.stem == "patch" else ("psi.", "registers", "patch.")
         for name, parameter in self.named_parameters():
-            parameter.requires_grad_(name.startswith(("psi.", "registers")))
+            parameter.requires_grad_(name.startswith(own))
 
     def save_pretrained(self, folder: str | os.PathLike[str], half: bool = False) -> None:
         """Write `config.json` and `model.safetensors`; `half` stores the weights as float16."""
         target = Path(folder)
         bundle.write_config(target, self.config)
         dtype = torch.float16 if half else torch.float32
-        state = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in self.state_dict().items()}
+        own = {k: v for k, v in self.state_dict().items() if not k.startswith("patch.")}
+        own |= plain(self.patch).state_dict(prefix="patch.")
+        state = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in own.items()}
         if self.config.architecture.attention == "l2":
             del state["psi.attention.key.weight"]  # tied to the query
         with bundle.atomic(target / bundle.WEIGHTS) as path:

@@ -63,14 +63,16 @@ class Distillation(Objective):
         """Steps and horizon of this batch, and the step by which the teacher's last state should be reached."""
         own, settings = self.student.config.integration, self.settings
         random = np.random.default_rng((settings.seed, 7, step))
+        steps, horizon, reached = own.steps, own.horizon, own.steps
         if settings.random_depth:
-            low, high = settings.random_depth
-            steps = int(random.integers(low, high + 1))
-            return steps, steps * own.step_size, min(low, steps)
-        if settings.random_resolution:
+            steps = int(random.integers(settings.random_depth[0], settings.random_depth[1] + 1))
+            horizon, reached = steps * own.step_size, settings.random_depth[0]
+        elif settings.random_resolution:
             steps = int(random.integers(settings.random_resolution[0], settings.random_resolution[1] + 1))
-            return steps, own.horizon, steps
-        return own.steps, own.horizon, own.steps
+            reached = steps
+        if settings.step_jitter:
+            horizon *= 1 + settings.step_jitter * random.uniform(-1, 1)
+        return steps, horizon, reached
 
     def teach(self, batch: Batch, view: int, layers: list[int]) -> Target:
         teacher: Teacher = self.outside["teacher"]

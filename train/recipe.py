@@ -82,10 +82,12 @@ class Training:
     ema: float = 0.0  # decay of the average that is validated and kept; 0: none
     random_depth: tuple[int, ...] = ()  # (low, high): steps of each batch, at the same step size
     random_resolution: tuple[int, ...] = ()  # (low, high): steps of each batch over the same horizon
+    step_jitter: float = 0.0  # the step size of each batch differs by up to this part of it
     truncate: int = 0  # gradients through the last so many steps only; 0: through all
     checkpointing: bool = False  # recompute steps in the backward pass, to save memory
     warm_start: int = -1  # start psi from this block of the teacher; -1: spectral initialisation
     train_head: bool = False  # unfreeze the head
+    train_stem: bool = False  # unfreeze the patch embedding, CLS and positions
     jasmin_rank: int = 10
     distillation_temperature: float = 2.0
     mixed_precision: str = "no"  # no | bf16 | fp16
@@ -137,6 +139,8 @@ class Recipe:
         ):
             if pair and (len(pair) != 2 or not 1 <= pair[0] <= pair[1]):
                 raise UsageError(f"training.{where} must be two rising numbers from 1 on, not {list(pair)}")
+        if not 0 <= self.training.step_jitter < 1:
+            raise UsageError(f"training.step_jitter must be from 0 to below 1, not {self.training.step_jitter}")
         if self.training.random_depth and self.training.random_resolution:
             raise UsageError("training.random_depth and training.random_resolution exclude each other")
         if self.teacher.views and self.losses.patches:

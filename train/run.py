@@ -32,7 +32,7 @@ from .curves import draw_curves
 from .data import Pictures, loader
 from .loop import Plan, Progress, Say, accelerator, fit
 from .losses import NEEDS_LABELS
-from .model import ODEViT
+from .model import ODEViT, normalised
 from .objectives import Distillation, FineTuning
 from .recipe import Recipe
 from .teacher import (
@@ -68,11 +68,16 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     )
     config = student_config(recipe, learning, teacher)
     student = ODEViT(config)
+    if isinstance(student.patch, nn.Sequential):
+        student.patch = normalised(student.patch)
     schedule = None
     if teacher:
         copy_into(teacher, student, settings.warm_start)
         student.freeze_copied()
         student.head.requires_grad_(settings.train_head)
+        if settings.train_stem:
+            for part in (student.patch, student.cls, student.position):
+                part.requires_grad_(True)
         schedule = _schedule(recipe, teacher, learning, config, machine, say)
     pictures = Pictures(learning, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
     memory = None

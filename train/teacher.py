@@ -264,9 +264,10 @@ def copy_into(teacher: Teacher, student: ODEViT, warm_start: int = -1) -> None:
     shape = student.config.architecture
     with torch.no_grad():
         proj = vit.patch_embed.proj
-        student.patch.weight.copy_(proj.weight)
-        bias: Any = student.patch.bias
-        bias.copy_(proj.bias if proj.bias is not None else torch.zeros_like(bias))
+        if isinstance(student.patch, nn.Conv2d):  # a stem of convolutions has nothing to copy from
+            student.patch.weight.copy_(proj.weight)
+            bias: Any = student.patch.bias
+            bias.copy_(proj.bias if proj.bias is not None else torch.zeros_like(bias))
         student.cls.copy_(vit.cls_token)
         student.position.copy_(vit.pos_embed)
         head = vit.head

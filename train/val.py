@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torchvision.transforms.v2.functional import gaussian_blur
 
-from ..data import held_out, open_splits
+from ..bundle import SOLVERS, Config
+from ..data import pick
 from ..errors import UsageError
-from .data import Pictures, Unreadable, loader
+from .data import Batch, Pictures, Unreadable, loader
 from .loop import Say
 from .model import ODEViT
 from .recipe import Teaching
 from .run import _judge, sample
 from .teacher import choose_classes, load_teacher
+
+
+def _noise(strength: float, batch: Batch, config: Config) -> Tensor:
+    """Gaussian noise of so many parts of the grey scale, the same for the same images."""
+    generator = torch.Generator().manual_seed(int(batch.rows[0]))
+    scale = torch.tensor(config.preprocessing.std).view(-1, 1, 1)
+    return batch.pixel_values + strength / scale * torch.randn(batch.pixel_values.shape, generator=generator)
+
+
+def _blur(strength: float, batch: Batch, config: Config) -> Tensor:
+    """Gaussian blur; its width is a part of the picture's."""
+    sigma = strength * config.architecture.image_size
+    return gaussian_blur(batch.pixel_values, [2 * math.ceil(3 * sigma) + 1] * 2, [sigma, sigma])
+
+
+SPOILT: dict[str, Callable[[Batch, Config], Tensor]] = {
+    "noise 0.05": partial(_noise, 0.05),
+    "noise 0.10": partial(_noise, 0.10),
+    "blur 1/64": partial(_blur, 1 / 64),
+    "blur 1/32": partial(_blur, 1 / 32),
+}
 
 
 @torch.no_grad()
@@ -28,18 +54,19 @@ def validate(
     splitting: str | None = None,
     teacher: str = "",
     teacher_weights: str = "",
+    robustness: bool = False,
     limit: int = 0,
     batch_size: int = 64,
     say: Say = print,
 ) -> list[dict[str, Any]]:
-    """One row for each pair of steps and horizon, all on the same images."""
+    """One row for each pair of steps and horizon, all on the same images.
+
+    With `robustness` come rows at the first of those steps for every solver and for each of `SPOILT`.
+    """
     student = ODEViT.from_pretrained(source)
     config = student.config
     own, shape = config.integration, config.architecture
-    splits = open_splits(data)
-    if split and split not in splits:
-        raise UsageError(f"{data} has no split {split!r}, only {', '.join(splits)}")
-    images = splits[split] if split else held_out(splits)
+    images = pick(data, split, config.provenance)
     if images.labels is None and not (teacher or teacher_weights):
         raise UsageError(f"{data} has no labels: name a teacher to measure agreement with")
     if images.classes and len(images.classes) != shape.classes:
@@ -53,7 +80,12 @@ def validate(
         if config.labels and getattr(head, "out_features", 0) != shape.classes:
             choose_classes(expert, config.labels)
     counts = list(steps) or sorted({max(1, own.steps // 2), own.steps, own.steps * 3 // 2, own.steps * 2})
-    grid = [(n, t) for t in (list(horizons) or [own.horizon]) for n in counts]
+    used = solver or own.solver
+    grid = [(n, t, used, "as they are") for t in (list(horizons) or [own.horizon]) for n in counts]
+    if robustness:
+        n, t = (steps[0] if steps else own.steps), (horizons[0] if horizons else own.horizon)
+        grid += [(n, t, other, "as they are") for other in SOLVERS if other != used]
+        grid += [(n, t, used, pictures) for pictures in SPOILT]
     sums = torch.zeros(len(grid), 6, dtype=torch.double)
     right = 0
     unreadable = Unreadable(len(images), say)
@@ -63,12 +95,15 @@ def validate(
         expected = expert(batch.pixel_values) if expert else None
         if expected is not None:
             right += int((expected.argmax(-1) == batch.labels).sum())
-        for place, (n, horizon) in enumerate(grid):
-            logits = student(batch.pixel_values, steps=n, horizon=horizon, solver=solver, splitting=splitting)
+        for place, (n, horizon, scheme, worse) in enumerate(grid):
+            pixels = SPOILT[worse](batch, config) if worse in SPOILT else batch.pixel_values
+            logits = student(pixels, steps=n, horizon=horizon, solver=scheme, splitting=splitting)
             sums[place] += _judge(logits, batch.labels, logits if expected is None else expected).double().sum(0)
     rows = []
-    for (n, horizon), total in zip(grid, (sums / len(images)).tolist()):
-        row: dict[str, Any] = {"steps": n, "horizon": horizon, "solver": solver or own.solver, "images": len(images)}
+    for (n, horizon, scheme, worse), total in zip(grid, (sums / len(images)).tolist()):
+        row: dict[str, Any] = {"steps": n, "horizon": horizon, "solver": scheme, "images": len(images)}
+        if robustness:
+            row["pictures"] = worse
         if images.labels is not None:
             row |= {"accuracy": total[0], "accuracy@3": total[1], "accuracy@5": total[2], "loss": total[3]}
         if expert:
@@ -101,7 +136,7 @@ def table(rows: list[dict[str, Any]]) -> None:
 
     shown = Table(box=None, pad_edge=False)
     for name in rows[0]:
-        shown.add_column(HEADINGS.get(name, name), justify="left" if name == "solver" else "right")
+        shown.add_column(HEADINGS.get(name, name), justify="left" if name in ("solver", "pictures") else "right")
     for row in rows:
         shown.add_row(
             *[f"{v:.2%}" if k in HEADINGS else f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()]

@@ -15,7 +15,11 @@ from . import app, require, say
 def analyze(
     model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model."),
     data: str = typer.Option(..., "--data", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."),
-    split: str = typer.Option(None, "--split", help="train, val or test; default: test, else val, else all."),
+    split: str = typer.Option(
+        None,
+        "--split",
+        help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
+    ),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME, for the figures of the distance to it."),
     teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names."),
     quick: bool = typer.Option(False, "--quick", help="200 images and coarser grids: a first look."),

@@ -33,7 +33,11 @@ def calibrate(
     target: str = typer.Option(
         "agreement", help="agreement with full depth, or accuracy (the drop of it; needs labels)."
     ),
-    split: str = typer.Option(None, help="Split of the data. Default: test, else val, else all."),
+    split: str = typer.Option(
+        None,
+        metavar="SPLIT",
+        help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
+    ),
     limit: int = typer.Option(None, min=1, help="Use at most this many images, drawn at random."),
     seed: int = typer.Option(0, help="Seed of the random split into measuring and testing images."),
     plot: Path = typer.Option(
@@ -49,7 +53,7 @@ def calibrate(
     folder = bundle.find(source)
     if not folder.is_dir():
         raise UsageError(f"{folder} is a single graph: calibrate the bundle it came from, then export it again")
-    images = calibration.open_images(data, split, limit, seed)
+    images = calibration.open_images(data, split, limit, seed, bundle.read_config(folder).provenance)
     with _progress(len(images)) as advance:
         report = calibration.calibrate(folder, images, epsilon, delta, rule, target, seed, threads, advance)
     picture = plot or folder / "calibration.png"

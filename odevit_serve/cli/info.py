@@ -92,8 +92,8 @@ def _print(config: Config, facts: dict[str, Any]) -> None:
     def row(name: str, own_value: float, teachers: float | None = None) -> None:
         table.add_row(name, f"{own_value:,.0f}", "" if teachers is None else f"{teachers:,.0f}")
 
-    row("parameters, trained (psi, registers)", parameters["psi"])
-    row("parameters, copied and frozen", parameters["frozen"])
+    row("parameters of psi and registers", parameters["psi"])
+    row("parameters of stem and head", parameters["rest"])
     row("parameters in all", parameters["total"], teacher and teacher["parameters"])
     row("MACs per step", macs["per_step"])
     row(f"MACs in all, {own.steps} steps", macs["total"], teacher and teacher["macs"])

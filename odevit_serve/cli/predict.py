@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -180,7 +181,7 @@ class _Keeper:
                 say(f"{what} are in {folder}")
 
 
-class _Writer:
+class _Writer(ABC):
     def __init__(self, out: TextIO, top: int):
         self.out, self.top, self.count = out, top, 0
 
@@ -189,11 +190,11 @@ class _Writer:
         self.row(result)
         self.out.flush()
 
-    def row(self, result: Result) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def row(self, result: Result) -> None: ...
 
     def close(self) -> None:
-        pass
+        self.out.flush()
 
 
 def _plain(result: Result, top: int) -> dict[str, Any]:

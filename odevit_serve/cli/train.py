@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import UsageError, UserError
 from . import app, require, say
+
+if TYPE_CHECKING:
+    from ..train.recipe import Recipe
 
 
 @app.command()
@@ -33,7 +37,7 @@ def train(
     dry_run: bool = typer.Option(False, "--dry-run", help="Check and print the recipe as JSON; train nothing."),
 ) -> None:
     """Train an ODE-ViT, from scratch or by following a teacher; interrupt it any time and go on with --resume."""
-    from ..train.recipe import RECIPES, SELF_SUPERVISED, Recipe, read_recipe
+    from ..train.recipe import RECIPES, SELF_SUPERVISED, read_recipe
 
     if list_recipes:
         for path in sorted(RECIPES.glob("*.toml")):
@@ -78,13 +82,14 @@ def train(
     say(f"next: odevit-serve export {folder} --format parts, then odevit-serve predict --model {folder} PICTURE")
 
 
-def _recorded(folder: Path):  # type: ignore[no-untyped-def]
+def _recorded(folder: Path) -> Recipe:
     from ..bundle import build
     from ..train.recipe import Recipe
 
     path = folder / "recipe.json"
     try:
-        return build(Recipe, json.loads(path.read_text(encoding="utf-8")), "")
+        recipe: Recipe = build(Recipe, json.loads(path.read_text(encoding="utf-8")), "")
+        return recipe
     except FileNotFoundError:
         raise UserError(f"{folder} holds no run to resume: it has no recipe.json") from None
     except ValueError as error:
@@ -103,13 +108,18 @@ def numbers(text: str | None) -> list[float]:
 def val(
     model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model."),
     data: str = typer.Option(..., "--data", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."),
-    split: str = typer.Option(None, "--split", help="train, val or test; default: test, else val, else all."),
+    split: str = typer.Option(
+        None,
+        "--split",
+        help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
+    ),
     steps: str = typer.Option(None, "--steps", help="Comma-separated; default: half, own, 1.5 times and twice."),
     horizons: str = typer.Option(None, "--horizon", help="Comma-separated; default: the bundle's own."),
     solver: str = typer.Option(None, "--solver"),
     splitting: str = typer.Option(None, "--splitting"),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME, to measure agreement."),
     teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names."),
+    robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and on worse pictures."),
     limit: int = typer.Option(0, "--limit", help="Use this many images only, chosen by seed."),
     batch_size: int = typer.Option(64, "--batch-size"),
     as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout."),
@@ -129,6 +139,7 @@ def val(
         splitting=splitting,
         teacher=teacher or "",
         teacher_weights=str(teacher_weights or ""),
+        robustness=robustness,
         limit=limit,
         batch_size=batch_size,
         say=say,
