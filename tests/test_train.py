@@ -287,3 +287,21 @@ def test_dry_run_prints_the_recipe_and_trains_nothing(data: Path, tmp_path: Path
     assert json.loads(done.stdout)["training"]["epochs"] == 7
     assert not (tmp_path / "run").exists()
     assert "cifar10" in command("train", "--list").stdout
+
+
+def test_a_stem_of_convolutions_is_trained_resumed_and_started_from(data: Path, tmp_path: Path) -> None:
+    stem = ["--set", "architecture.stem='convolutions'", "--set", "training.ema=0.9"]
+    command("train", data, *SMALL, *stem, "--epochs", "2", "-o", tmp_path / "run")
+    bundle = tmp_path / "run" / "bundle"
+    assert read_config(bundle).metrics["validation_accuracy"] > 0.8
+    assert not any("running" in name for name in load_file(bundle / "model.safetensors"))
+    again = ["--set", f"training.start='{bundle}'", "--lr", "1e-9", "--epochs", "1"]
+    done = command("train", data, *SMALL, *stem, *again, "-o", tmp_path / "more")
+    before, after = (
+        load_file(folder / "bundle" / "model.safetensors") for folder in (tmp_path / "run", tmp_path / "more")
+    )
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-4, msg=name)
+    done = command("train", data, *SMALL, *again, "-o", tmp_path / "other", check=False)
+    assert done.returncode == 2
+    assert "is of another shape than the recipe's model (see patch" in done.stderr

@@ -85,6 +85,7 @@ class Training:
     step_jitter: float = 0.0  # the step size of each batch differs by up to this part of it
     truncate: int = 0  # gradients through the last so many steps only; 0: through all
     checkpointing: bool = False  # recompute steps in the backward pass, to save memory
+    start: str = ""  # a bundle to start from: all weights but a head of other classes
     warm_start: int = -1  # start psi from this block of the teacher; -1: spectral initialisation
     train_head: bool = False  # unfreeze the head
     train_stem: bool = False  # unfreeze the patch embedding, CLS and positions

@@ -68,11 +68,14 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     )
     config = student_config(recipe, learning, teacher)
     student = ODEViT(config)
-    if isinstance(student.patch, nn.Sequential):
+    if isinstance(student.patch, nn.Sequential) and not settings.start:
         student.patch = normalised(student.patch)
     schedule = None
     if teacher:
         copy_into(teacher, student, settings.warm_start)
+    if settings.start:
+        start_from(student, ODEViT.from_pretrained(settings.start))
+    if teacher:
         student.freeze_copied()
         student.head.requires_grad_(settings.train_head)
         if settings.train_stem:
@@ -111,6 +114,19 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
         draw_curves(folder / "metrics.jsonl", folder / "curves.png")
     say(f"done after {state.step:,} batches ({time.monotonic() - begun:,.0f} s): {judge.score} {state.best:.4f}")
     return folder / "bundle"
+
+
+def start_from(student: ODEViT, other: ODEViT) -> None:
+    """Copy the weights of a bundle; its head stays behind where the classes are others."""
+    wanted, given = student.config, other.config
+    state = other.state_dict()
+    if (wanted.labels, wanted.architecture.classes) != (given.labels, given.architecture.classes):
+        state = {k: v for k, v in state.items() if not k.startswith("head.")}
+    own = student.state_dict()
+    for name in sorted({k for k in own if not k.startswith("head.")} | set(state)):
+        if name not in state or name not in own or own[name].shape != state[name].shape:
+            raise UsageError(f"training.start: {given.name} is of another shape than the recipe's model (see {name})")
+    student.load_state_dict(state, strict=False)
 
 
 def read_data(recipe: Recipe) -> tuple[Images, Images]:
@@ -305,7 +321,7 @@ def save_bundle(
     config = student.config
     metrics = {f"validation_{k}": round(v, 5) for k, v in values.items() if k.startswith(("accuracy", "agreement"))}
     asked = recipe.to_dict()
-    for section, key in (("data", "source"), ("teacher", "weights")):  # names, not local paths
+    for section, key in (("data", "source"), ("teacher", "weights"), ("training", "start")):  # names, not local paths
         asked[section][key] = Path(asked[section][key]).name if asked[section][key] else ""
     provenance = {
         "version": __version__,
