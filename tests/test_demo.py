@@ -367,7 +367,7 @@ def test_large_files_and_foreign_sources_are_refused(address: str) -> None:
 
 
 def test_what_the_page_cannot_show_is_told_at_the_start(tmp_path: Path) -> None:
-    from odevit_serve.demo.app import Models
+    from odevit_serve.demo.page import Models
     from odevit_serve.errors import UserError
 
     (tmp_path / "x.onnx").write_bytes(b"")

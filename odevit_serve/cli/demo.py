@@ -20,7 +20,8 @@ def demo(
 ) -> None:
     """Show the model on a web page: answers, depth, attention and the trajectory of a picture."""
     require("demo")
-    from ..demo.app import Models, launch
+    from ..demo.app import launch
+    from ..demo.page import Models
 
     models = Models(model, device, threads)
     models.engine(models.default)  # fails here, in one sentence, rather than on the page
