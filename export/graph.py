@@ -204,7 +204,8 @@ class Step(nn.Module):
     def forward(self, state: Tensor, step_size: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         next_state, velocity = self.folded.advance(state, step_size.view(-1, 1, 1))
         logits = self.folded.answer(next_state)
-        speed, cls_speed = velocity.norm(dim=(1, 2)), velocity[:, 0].norm(dim=-1)
+        speed = (velocity * velocity).flatten(1).sum(-1).sqrt()  # onnxruntime has no fast ReduceL2: 0.4x the time
+        cls_speed = velocity[:, 0].norm(dim=-1)
         return next_state, logits, self.folded.margin(logits), speed, cls_speed
 
 
