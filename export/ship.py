@@ -1,0 +1,79 @@
+"""From a finished run to a model in the box, in one command for those who build the package:
+
+    python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
+
+It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside,
+reads the test images once, and writes what came out into the card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import bundle
+from ..calibrate import calibrate, open_images
+from ..card import write_card
+from ..data import pick
+from ..model import Prediction, load
+from ..train.model import ODEViT
+from ..train.val import validate
+from . import parts
+
+EPSILON, DELTA = 0.01, 0.05
+
+
+def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[str, str] | None = None) -> None:
+    model = ODEViT.from_pretrained(source)
+    config = model.config
+    facts = dataclasses.replace(config.teacher, **(teacher or {})) if config.teacher else None
+    provenance = {**config.provenance, "note": note} if note else config.provenance
+    model.config = config.replace(name=folder.name, teacher=facts, provenance=provenance)
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder, half=True)
+    parts(folder)
+    calibrate(folder, open_images(data, "validation", provenance=provenance), EPSILON, DELTA)
+    config = bundle.read_config(folder)
+    metrics = {**config.metrics, **measure(folder, data)}
+    bundle.write_config(folder, config.replace(metrics=metrics))
+    write_card(folder)
+
+
+def measure(folder: Path, data: str) -> dict[str, Any]:
+    """Accuracy on the held-out split: by steps in torch, and with early exit in the runtime."""
+    own = bundle.read_config(folder).integration.steps
+    rows = validate(str(folder), data, steps=[own // 2, own, own * 3 // 2, own * 2])
+    found = {f"test_accuracy_{row['steps']}_steps": round(row["accuracy"], 4) for row in rows}
+    images = pick(data)
+    assert images.labels is not None
+    pictures = (images.read(i) for i in range(len(images)))
+    answers = [answer for answer in load(folder).stream(pictures) if isinstance(answer, Prediction)]
+    assert len(answers) == len(images), "a test image cannot be read"
+    right = [answer.index == label for answer, label in zip(answers, images.labels)]
+    return {
+        **found,
+        "test_accuracy_adaptive": round(float(np.mean(right)), 4),
+        "test_mean_steps_adaptive": round(float(np.mean([answer.steps for answer in answers])), 2),
+        "test_images": len(images),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path)
+    parser.add_argument("name")
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--note", default="")
+    parser.add_argument("--teacher", default="")
+    parser.add_argument("--teacher-note", default="")
+    parser.add_argument("--teacher-license", default="")
+    parser.add_argument("--into", type=Path, default=bundle.MODELS)
+    given = parser.parse_args()
+    words = {"name": given.teacher, "note": given.teacher_note, "license": given.teacher_license}
+    words = {key: value for key, value in words.items() if value}
+    ship(given.source, given.into / given.name, given.data, given.note, words)

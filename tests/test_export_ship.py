@@ -1,0 +1,37 @@
+"""From a run to a model in the box: small, calibrated on what training set aside, measured on the test images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from conftest import tiny_model
+from safetensors.numpy import load_file
+
+from odevit_serve.bundle import Teacher, read_config
+from odevit_serve.export.ship import ship
+from odevit_serve.train.val import validate
+
+
+def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (1040, 16, 16, 3), dtype=np.uint8), np.arange(1040) % 5
+    data = tmp_path / "data.npz"
+    np.savez(data, x_train=x[:1000], y_train=y[:1000], x_test=x[1000:], y_test=y[1000:])
+    model = tiny_model(calibrated=False, stem="convolutions")
+    recipe = {"data": {"use_val_split": False, "validation": 0.5}, "training": {"seed": 0}}
+    model.config = model.config.replace(teacher=Teacher("file", 3, 24, 3, 2.0), provenance={"recipe": recipe})
+    model.save_pretrained(tmp_path / "run")
+    ship(tmp_path / "run", tmp_path / "box", str(data), "A note.", {"name": "vit", "license": "mit"})
+    config = read_config(tmp_path / "box")
+    assert config.name == "box"
+    assert config.exit.calibration is not None
+    assert config.exit.calibration.images <= 500  # none of those it learned from
+    assert all(weight.dtype == np.float16 for weight in load_file(tmp_path / "box" / "model.safetensors").values())
+    text = (tmp_path / "box" / "README.md").read_text(encoding="utf-8")
+    assert "A note." in text
+    assert "Teacher: vit, licence mit." in text
+    (row,) = validate(str(tmp_path / "box"), str(data), steps=[8])
+    assert config.metrics["test_accuracy_8_steps"] == round(row["accuracy"], 4)
+    assert config.metrics["test_images"] == 40
+    assert 1 <= config.metrics["test_mean_steps_adaptive"] <= 8
