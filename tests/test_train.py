@@ -220,15 +220,13 @@ def test_killed_in_mid_epoch_and_resumed_it_ends_with_the_same_weights(
 def test_two_processes_match_one(data: Path, teacher: Path, tmp_path: Path) -> None:
     words = ["train", data, *SMALL, "--teacher-weights", teacher, "--epochs", "2", "--set", "training.optimizer='muon'"]
     command(*words, "-o", tmp_path / "one")
-    launch = [
-        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "29631",
-    ]  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launch, "-m", "odevit_serve", *map(str, words), "-o", str(tmp_path / "two")],
-        env=ENVIRONMENT, capture_output=True, text=True,
+        env={**ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stderr
     one, two = (load_file(tmp_path / name / "bundle" / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-4, msg=name)

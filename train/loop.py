@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from .. import bundle
 from ..errors import UserError
 from .data import Batch, Pictures, Unreadable, loader, set_epoch
+from .muon import Muon
 
 Say = Callable[[str], None]
 
@@ -98,7 +99,7 @@ def optimizers(objective: Objective, plan: Plan) -> list[torch.optim.Optimizer]:
     matrices = [p for p in objective.matrices() if p.requires_grad]
     chosen = {id(p) for p in matrices}
     rest = [p for p in trainable if id(p) not in chosen]
-    muon = torch.optim.Muon(matrices, plan.muon_lr, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(matrices, plan.muon_lr, plan.weight_decay)
     return [muon, torch.optim.AdamW(rest, plan.lr, weight_decay=plan.weight_decay)]
 
 

@@ -61,7 +61,8 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     if machine.is_main_process:
         with bundle.atomic(folder / "recipe.json") as scratch:
             scratch.write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
-    say(f"{len(learning):,} images to learn from, {len(validation):,} to choose the model by")
+    processes = f", by {machine.num_processes} processes" if machine.num_processes > 1 else ""
+    say(f"{len(learning):,} images to learn from, {len(validation):,} to choose the model by{processes}")
 
     teacher = (
         make_teacher(recipe, learning, validation, folder / "teacher", machine, say) if recipe.teacher.used else None
