@@ -28,7 +28,7 @@ from . import parts
 EPSILON, DELTA = 0.01, 0.05
 
 
-def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[str, str] | None = None) -> None:
+def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[str, Any] | None = None) -> None:
     model = ODEViT.from_pretrained(source)
     config = model.config
     facts = dataclasses.replace(config.teacher, **(teacher or {})) if config.teacher else None

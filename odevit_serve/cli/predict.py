@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -259,4 +259,4 @@ class _Table(_Writer):
             self.out.write(f"{line}  {depth}\n" if rank == 0 else f"{line}\n")
 
 
-_WRITERS = {"json": _Json, "jsonl": _Jsonl, "csv": _Csv, "table": _Table}
+_WRITERS: dict[str, Callable[[TextIO, int], _Writer]] = {"json": _Json, "jsonl": _Jsonl, "csv": _Csv, "table": _Table}
