@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..model import Prediction, load
 from ..train.model import ODEViT
 from ..train.val import validate
 from . import parts
+from .job import install
 
 EPSILON, DELTA = 0.01, 0.05
 
@@ -34,14 +35,15 @@ def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[st
     facts = dataclasses.replace(config.teacher, **(teacher or {})) if config.teacher else None
     provenance = {**config.provenance, "note": note} if note else config.provenance
     model.config = config.replace(name=folder.name, teacher=facts, provenance=provenance)
-    shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder, half=True)
-    parts(folder)
-    calibrate(folder, open_images(data, "validation", provenance=provenance), EPSILON, DELTA)
-    config = bundle.read_config(folder)
-    metrics = {**config.metrics, **measure(folder, data)}
-    bundle.write_config(folder, config.replace(metrics=metrics))
-    write_card(folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:  # what is in the box stays until all went well
+        made = Path(scratch) / folder.name
+        model.save_pretrained(made, half=True)
+        parts(made)
+        calibrate(made, open_images(data, "validation", provenance=provenance), EPSILON, DELTA)
+        config = bundle.read_config(made)
+        bundle.write_config(made, config.replace(metrics={**config.metrics, **measure(made, data)}))
+        write_card(made)
+        install(made, folder, Path(scratch))
 
 
 def measure(folder: Path, data: str) -> dict[str, Any]:

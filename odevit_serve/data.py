@@ -89,6 +89,8 @@ def pick(source: str, split: str | None = None, provenance: dict[str, Any] | Non
             raise UsageError("the bundle does not say which images its training set aside: name another split")
         if "val" in splits and recipe["data"]["use_val_split"]:
             return splits["val"]
+        if "train" not in splits:
+            raise UsageError(f"{source} has no training images to draw them from, only {', '.join(splits)}")
         return split_off(splits["train"], recipe["data"]["validation"], recipe["training"]["seed"])[1]
     if split and split not in splits:
         raise UsageError(f"{source} has no split {split!r}, only {', '.join(splits)}")

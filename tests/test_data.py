@@ -172,6 +172,9 @@ def test_validation_is_what_training_set_aside(folder: Path) -> None:
     assert pick(str(folder), "validation", {"recipe": recipe}).names == open_splits(folder)["val"].names
     with pytest.raises(UsageError, match="does not say which images"):
         pick(str(folder), "validation")
+    np.savez(folder / "t.npz", x_test=np.zeros((4, 8, 8, 3), np.uint8), y_test=np.arange(4) % 2)
+    with pytest.raises(UsageError, match="no training images to draw them from, only test"):
+        pick(str(folder / "t.npz"), "validation", {"recipe": recipe})
     with pytest.raises(UsageError, match="no split 'test', only train, val"):
         pick(str(folder), "test")
 

@@ -151,9 +151,10 @@ def embedding(shape: Architecture) -> nn.Conv2d | nn.Sequential:
         return patch
     layers: list[nn.Module] = []
     for inputs, outputs, kernel, stride, _ in shape.convolutions():
-        layers += [nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2), nn.GELU()]
-        nn.init.kaiming_normal_(layers[-2].weight, nonlinearity="relu")  # type: ignore[arg-type]
-        nn.init.zeros_(layers[-2].bias)  # type: ignore[arg-type]
+        convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
+        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+        nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
+        layers += [convolution, nn.GELU()]
     return nn.Sequential(*layers[:-1])
 
 
