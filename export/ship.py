@@ -3,7 +3,7 @@
     python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
 
 It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside,
-reads the test images once, and writes what came out into the card.
+reads the test images once, times the teacher beside it, and writes what came out into the card.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import bundle
+from ..benchmark_torch import teacher_time
 from ..calibrate import calibrate, open_images
 from ..card import write_card
 from ..data import pick
@@ -41,6 +42,9 @@ def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[st
         parts(made)
         calibrate(made, open_images(data, "validation", provenance=provenance), EPSILON, DELTA)
         config = bundle.read_config(made)
+        if config.teacher:
+            time = round(teacher_time(made, config.teacher, Path(scratch)), 2)
+            config = config.replace(teacher=dataclasses.replace(config.teacher, time=time))
         bundle.write_config(made, config.replace(metrics={**config.metrics, **measure(made, data)}))
         write_card(made)
         install(made, folder, Path(scratch))

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import statistics
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import onnx  # noqa: F401  (asked for here, so that its absence is told once)
 import torch
 from safetensors.torch import load_file, save_file
 
-from .benchmark import Array, Plan, Run, Say, System, graph_system, in_batches
+from .benchmark import Array, Plan, Run, Say, System, bundle_systems, graph_system, in_batches, interleave
 from .bundle import Config, Teacher
 from .errors import UserError
 from .export import parts
@@ -150,6 +151,22 @@ def _vit_systems(
         where = "torch compiled"
         found.append(System(name, where, run, lambda steps: macs, (weights,), {}, only=batch))
     return found
+
+
+def teacher_time(folder: Path, teacher: Teacher, scratch: Path, images: int = 16, rounds: int = 9) -> float:
+    """What one image costs the teacher in onnxruntime, in full depths of the bundle; both on one thread, in turns."""
+    model = load(folder, threads=1)
+    assert isinstance(model, BundleModel)
+    own, *_ = bundle_systems(model, 1)
+    vit, *_ = _vit_systems("teacher", teacher, model.config, Plan(compiled=False), None, 1, scratch, [], _hush)
+    pixels = np.random.default_rng(0).standard_normal((images, *model.config.preprocessing.input_size), np.float32)
+    found = interleave({"own": lambda: own.run(pixels, 1), "teacher": lambda: vit.run(pixels, 1)}, rounds, _hush)
+    seconds = {name: statistics.median(took for took, _ in runs) for name, runs in found.items()}
+    return seconds["teacher"] / seconds["own"]
+
+
+def _hush(text: str) -> None:
+    pass
 
 
 def _in_torch(vit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array, int], Run]:

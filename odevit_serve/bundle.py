@@ -54,6 +54,7 @@ class Architecture:
     convolution: int = 0  # kernel of the depthwise convolution on the patch grid inside F; 0 leaves it out
     channels: int = 3
     stem: str = "patch"  # patch: the teacher's patch embedding; convolutions: a small stack of them, trained
+    stem_width: int = 0  # channels that enter the last convolution of a stack; 0: half of the width
 
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "width", "heads", "classes", "channels"):
@@ -71,6 +72,8 @@ class Architecture:
             raise UsageError(f"convolution must be 0 or an odd kernel size, not {self.convolution}")
         _choice(self.attention, ATTENTIONS, "attention")
         _choice(self.stem, STEMS, "stem")
+        if self.stem_width < 0:
+            raise UsageError(f"stem_width must be 0 or more, not {self.stem_width}")
         if self.stem == "convolutions" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
             raise UsageError(
                 f"a stem of convolutions halves the picture: patch_size {self.patch_size} is no power of 2"
@@ -95,7 +98,8 @@ class Architecture:
     def convolutions(self) -> list[tuple[int, int, int, int, int]]:
         """The stem: (inputs, outputs, kernel, stride, side of the output) of each convolution.
 
-        A stack halves the picture with kernels of 3, doubling the channels, with one more of stride 1 before the last.
+        A stack halves the picture with kernels of 3, doubling the channels up to `stem_width`, with one more of
+        stride 1 before the last, which leads to the width of the model.
         """
         if self.stem == "patch":
             return [(self.channels, self.width, self.patch_size, self.patch_size, self.grid)]
@@ -104,7 +108,7 @@ class Architecture:
             if not left and halvings > 1:
                 layers.append((inputs, inputs, 3, 1, side))
             side //= 2
-            outputs = max(1, self.width >> left)
+            outputs = max(1, (self.stem_width or self.width // 2) >> (left - 1)) if left else self.width
             layers.append((inputs, outputs, 3, 2, side))
             inputs = outputs
         return layers
@@ -225,6 +229,7 @@ class Teacher:
     heads: int = 3
     mlp_ratio: float = 4.0
     accuracy: float | None = None
+    time: float | None = None  # of one image in onnxruntime, in full depths of the student on the same machine
     license: str = ""
     note: str = ""
 

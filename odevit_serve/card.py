@@ -46,6 +46,8 @@ def card(config: Config, name: str) -> str:
     if calibration:
         macs = own.macs(shape, calibration.mean_steps)
         lines.append(f"| MACs per image, mean depth {calibration.mean_steps:.2f} | {macs:,.0f} | |")
+    if teacher and teacher.time is not None:
+        lines.append(f"| time of one image on one thread, in full depths of this model | 1 | {teacher.time:g} |")
     if teacher and teacher.accuracy is not None:
         own_accuracy = config.metrics.get("validation_accuracy")
         shown = f"{own_accuracy:.2%}" if isinstance(own_accuracy, float) else ""

@@ -24,7 +24,7 @@ def test_the_guarantee_the_teacher_and_the_costs() -> None:
     config = Config(
         labels=LABELS,
         exit=ExitPolicy(threshold=0.7, travel=(2.0, 1.0, 0.0), calibration=proof),
-        teacher=Teacher("vit", accuracy=0.9, license="mit", note="supervised"),
+        teacher=Teacher("vit", accuracy=0.9, time=1.5, license="mit", note="supervised"),
         metrics={"validation_accuracy": 0.875},
     )
     text = card(config, "mine")
@@ -32,6 +32,7 @@ def test_the_guarantee_the_teacher_and_the_costs() -> None:
     assert "like the 1,234 it was calibrated on" in text
     assert "mean depth 5.25" in text
     assert "| accuracy on validation images | 87.50% | 90.00% |" in text
+    assert "in full depths of this model | 1 | 1.5 |" in text
     assert "Teacher: vit (supervised), licence mit." in text
     assert f"{config.teacher.macs(config.architecture):,}" in text  # type: ignore[union-attr]
 

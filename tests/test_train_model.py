@@ -53,7 +53,8 @@ def test_every_projection_starts_with_spectral_norm_one(kind: str) -> None:
 
 
 def test_parameters_and_macs_are_those_counted_by_hand() -> None:
-    for changes in ({}, {"convolution": 3}, {"attention": "l2"}, {"stem": "convolutions"}):
+    stems = ({"stem": "convolutions"}, {"stem": "convolutions", "stem_width": 5})
+    for changes in ({}, {"convolution": 3}, {"attention": "l2"}, *stems):
         model = make(**changes)
         counted = model.config.architecture.parameters()
         model.freeze_copied()

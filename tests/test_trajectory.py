@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from odevit_serve import load
+from odevit_serve.bundle import Teacher
 from odevit_serve.demo import cards, plots, trajectory
 from odevit_serve.demo.trajectory import Choice
 from odevit_serve.engine import Engine
@@ -110,6 +111,15 @@ def test_plots_hold_no_nan_and_escape_names(engine: Engine, tiny_bundle: Path) -
     assert "<b>&lt;" not in drawn.replace("<b>&lt;b&gt;", "")
     assert "&lt;b&gt;" in drawn
     assert drawn.count("<svg") == drawn.count("<title>") == 5
+
+
+def test_the_cost_against_the_teacher_is_in_time_too_where_the_bundle_has_it(engine: Engine) -> None:
+    from dataclasses import replace
+
+    run = trajectory.run(engine, "tiny", picture(), Choice())
+    for time, words in ((None, "not measured"), (4.0, "50% less <span>(about 40.0 ms)</span>")):
+        config = run.config.replace(teacher=Teacher("vit", time=time))
+        assert words in cards.answer(replace(run, config=config, seconds=0.02, full_seconds=0.01)), time
 
 
 def test_the_head_is_that_of_the_graph(engine: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
