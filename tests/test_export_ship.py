@@ -30,7 +30,7 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     assert all(weight.dtype == np.float16 for weight in load_file(tmp_path / "box" / "model.safetensors").values())
     text = (tmp_path / "box" / "README.md").read_text(encoding="utf-8")
     assert "A note." in text
-    assert config.teacher is not None and config.teacher.time is not None and config.teacher.time > 0
+    assert "in full depths of this model | 1 | " in text
     assert "Teacher: vit, licence mit." in text
     (row,) = validate(str(tmp_path / "box"), str(data), steps=[8])
     assert config.metrics["test_accuracy_8_steps"] == round(row["accuracy"], 4)
