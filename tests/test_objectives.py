@@ -122,3 +122,30 @@ def test_the_bound_is_watched() -> None:
 def test_fine_tuning_is_cross_entropy(teacher: Teacher) -> None:
     loss = FineTuning(teacher, 0.1)(PIXELS, LABELS)["cross_entropy"]
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(teacher(PIXELS), LABELS, label_smoothing=0.1))
+
+
+def test_mixed_images_are_asked_for_the_mixed_answer(teacher: Teacher) -> None:
+    which = objective({"cross_entropy": 1.0, "distillation": 1.0}, teacher, mixup=0.5, distillation_temperature=3.0)
+    batch = Batch(PIXELS, LABELS, torch.arange(4), [])
+    pixels, labels, target, *_ = which.prepare(batch, 0, 7)
+    share = labels.gather(1, LABELS.unsqueeze(1)).squeeze(1)  # four classes: each label's share is its image's
+    assert share.min() < 0.5 < share.max()
+    torch.testing.assert_close(labels.sum(1), torch.ones(4))
+    torch.testing.assert_close(labels.gather(1, LABELS.flip(0).unsqueeze(1)).squeeze(1), 1 - share)
+    wide = share.view(-1, 1, 1, 1)
+    torch.testing.assert_close(pixels, wide * PIXELS + (1 - wide) * PIXELS.flip(0))
+    soft = (teacher(PIXELS) / 3).softmax(-1)
+    wanted = share.unsqueeze(1) * soft + (1 - share.unsqueeze(1)) * soft.flip(0)
+    assert target is not None
+    torch.testing.assert_close((target.logits / 3).softmax(-1), wanted)
+    unmixed = objective({"cross_entropy": 1.0}, teacher).prepare(batch, 0, 7)
+    torch.testing.assert_close(unmixed[0], PIXELS, rtol=0, atol=0)
+
+
+def test_images_mixed_with_themselves_cost_what_they_did() -> None:
+    """Two copies of one image: whatever the shares, the loss is that of the image."""
+    which = objective({"cross_entropy": 1.0}, mixup=0.4)
+    batch = Batch(PIXELS[:1].repeat(2, 1, 1, 1), LABELS[:1].repeat(2), torch.arange(2), [])
+    mixed = which(*which.prepare(batch, 0, 0))["cross_entropy"]
+    plain = which(batch.pixel_values, batch.labels, None, {}, 4, 4.0)["cross_entropy"]
+    torch.testing.assert_close(mixed, plain)

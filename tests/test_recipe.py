@@ -53,6 +53,7 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         ("data.augment=cutmix", "'cutmix': choose one of"),
         ("losses.trajectory=1", "losses.trajectory follows a teacher"),
         ("losses.cross_entropy=0", "nothing to learn from"),
+        ("training.mixup=-1", "must be 0 or more, not -1"),
         ("training.step_jitter=1", "from 0 to below 1, not 1"),
         ("training.random_depth=[9,3]", r"two rising numbers from 1 on, not \[9, 3\]"),
         ("epochs", "section.key=value"),

@@ -37,7 +37,7 @@ class Scene:
     states: list[Tensor]  # after step 1 ... n, each [B,S,D]
     velocities: list[Tensor]  # at the start of step 1 ... n
     step_size: float
-    labels: Tensor  # [B]; -1 where there are none
+    labels: Tensor  # [B], -1 where there are none; or the share of each class, [B,C]
     target: Target | None
     schedule: dict[int, int]  # step -> teacher layer it should have reached
 

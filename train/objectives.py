@@ -57,7 +57,31 @@ class Distillation(Objective):
         steps, horizon, reached = self.depth(step)
         plan = self.schedule(reached) if self.schedule else {}
         target = self.teach(batch, view, sorted(set(plan.values()))) if self.outside["teacher"] else None
-        return batch.pixel_values, batch.labels, target, plan, steps, horizon
+        pixels, labels = batch.pixel_values, batch.labels
+        if self.settings.mixup:
+            pixels, labels, target = self.mix(pixels, labels, target, step)
+        return pixels, labels, target, plan, steps, horizon
+
+    def mix(
+        self, pixels: Tensor, labels: Tensor, target: Target | None, step: int
+    ) -> tuple[Tensor, Tensor, Target | None]:
+        """Every image with another of its batch, in shares drawn for it; what is asked of it is mixed alike."""
+        random = np.random.default_rng((self.settings.seed, 11, step))
+        drawn = random.beta(self.settings.mixup, self.settings.mixup, len(pixels))
+        share = torch.from_numpy(drawn).to(pixels)
+
+        def mixed(x: Tensor) -> Tensor:
+            return torch.lerp(x.flip(0), x, share.view(-1, *[1] * (x.dim() - 1)))
+
+        classes = self.student.config.architecture.classes
+        shares = F.one_hot(labels.clamp_min(0), classes) * (labels >= 0).unsqueeze(1)
+        if target is not None:
+            temperature = self.settings.distillation_temperature
+            answer = mixed((target.logits / temperature).softmax(-1))
+            logits = answer.clamp_min(torch.finfo(answer.dtype).tiny).log() * temperature
+            patches = {layer: mixed(x) for layer, x in target.patches.items()} if target.patches else None
+            target = Target({layer: mixed(x) for layer, x in target.cls.items()}, logits, patches)
+        return mixed(pixels), mixed(shares.to(pixels)), target
 
     def depth(self, step: int) -> tuple[int, float, int]:
         """Steps and horizon of this batch, and the step by which the teacher's last state should be reached."""

@@ -83,6 +83,7 @@ class Training:
     random_depth: tuple[int, ...] = ()  # (low, high): steps of each batch, at the same step size
     random_resolution: tuple[int, ...] = ()  # (low, high): steps of each batch over the same horizon
     step_jitter: float = 0.0  # the step size of each batch differs by up to this part of it
+    mixup: float = 0.0  # images mixed in pairs, in shares drawn from Beta(mixup, mixup); 0: none
     truncate: int = 0  # gradients through the last so many steps only; 0: through all
     checkpointing: bool = False  # recompute steps in the backward pass, to save memory
     start: str = ""  # a bundle to start from: all weights but a head of other classes
@@ -140,6 +141,8 @@ class Recipe:
         ):
             if pair and (len(pair) != 2 or not 1 <= pair[0] <= pair[1]):
                 raise UsageError(f"training.{where} must be two rising numbers from 1 on, not {list(pair)}")
+        if self.training.mixup < 0:
+            raise UsageError(f"training.mixup must be 0 or more, not {self.training.mixup}")
         if not 0 <= self.training.step_jitter < 1:
             raise UsageError(f"training.step_jitter must be from 0 to below 1, not {self.training.step_jitter}")
         if self.training.random_depth and self.training.random_resolution:
