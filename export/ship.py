@@ -1,6 +1,7 @@
 """From a finished run to a model in the box, in one command for those who build the package:
 
     python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
+        [--teacher-weights FILE]
 
 It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside,
 reads the test images once, times the teacher beside it, and writes what came out into the card.
@@ -30,7 +31,9 @@ from .job import install
 EPSILON, DELTA = 0.01, 0.05
 
 
-def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[str, Any] | None = None) -> None:
+def ship(
+    source: Path, folder: Path, data: str, note: str = "", teacher: dict[str, Any] | None = None, weights: str = ""
+) -> None:
     model = ODEViT.from_pretrained(source)
     config = model.config
     facts = dataclasses.replace(config.teacher, **(teacher or {})) if config.teacher else None
@@ -45,16 +48,18 @@ def ship(source: Path, folder: Path, data: str, note: str = "", teacher: dict[st
         if config.teacher:
             time = round(teacher_time(made, config.teacher, Path(scratch)), 2)
             config = config.replace(teacher=dataclasses.replace(config.teacher, time=time))
-        bundle.write_config(made, config.replace(metrics={**config.metrics, **measure(made, data)}))
+        bundle.write_config(made, config.replace(metrics={**config.metrics, **measure(made, data, weights)}))
         write_card(made)
         install(made, folder, Path(scratch))
 
 
-def measure(folder: Path, data: str) -> dict[str, Any]:
-    """Accuracy on the held-out split: by steps in torch, and with early exit in the runtime."""
+def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any]:
+    """Accuracy on the held-out split: by steps in torch, the teacher's, and with early exit in the runtime."""
     own = bundle.read_config(folder).integration.steps
-    rows = validate(str(folder), data, steps=[own // 2, own, own * 3 // 2, own * 2])
+    rows = validate(str(folder), data, steps=[own // 2, own, own * 3 // 2, own * 2], teacher_weights=teacher_weights)
     found = {f"test_accuracy_{row['steps']}_steps": round(row["accuracy"], 4) for row in rows}
+    if teacher_weights:
+        found["test_accuracy_teacher"] = round(rows[0]["teacher_accuracy"], 4)
     images = pick(data)
     assert images.labels is not None
     pictures = (images.read(i) for i in range(len(images)))
@@ -78,8 +83,9 @@ if __name__ == "__main__":
     parser.add_argument("--teacher", default="")
     parser.add_argument("--teacher-note", default="")
     parser.add_argument("--teacher-license", default="")
+    parser.add_argument("--teacher-weights", default="")
     parser.add_argument("--into", type=Path, default=bundle.MODELS)
     given = parser.parse_args()
     words = {"name": given.teacher, "note": given.teacher_note, "license": given.teacher_license}
     words = {key: value for key, value in words.items() if value}
-    ship(given.source, given.into / given.name, given.data, given.note, words)
+    ship(given.source, given.into / given.name, given.data, given.note, words, given.teacher_weights)

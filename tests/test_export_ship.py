@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from conftest import tiny_model
 from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve.bundle import Teacher, read_config
 from odevit_serve.export.ship import ship
@@ -22,7 +24,10 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     recipe = {"data": {"use_val_split": False, "validation": 0.5}, "training": {"seed": 0}}
     model.config = model.config.replace(teacher=Teacher("file", 3, 24, 3, 2.0), provenance={"recipe": recipe})
     model.save_pretrained(tmp_path / "run")
-    ship(tmp_path / "run", tmp_path / "box", str(data), "A note.", {"name": "vit", "license": "mit"})
+    teacher = str(tmp_path / "teacher.safetensors")
+    vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=1, mlp_ratio=2, num_classes=5)
+    save_file(vit.state_dict(), teacher)
+    ship(tmp_path / "run", tmp_path / "box", str(data), "A note.", {"name": "vit", "license": "mit"}, teacher)
     config = read_config(tmp_path / "box")
     assert config.name == "box"
     assert config.exit.calibration is not None
@@ -32,7 +37,8 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     assert "A note." in text
     assert "in full depths of this model | 1 | " in text
     assert "Teacher: vit, licence mit." in text
-    (row,) = validate(str(tmp_path / "box"), str(data), steps=[8])
+    (row,) = validate(str(tmp_path / "box"), str(data), steps=[8], teacher_weights=teacher)
     assert config.metrics["test_accuracy_8_steps"] == round(row["accuracy"], 4)
+    assert config.metrics["test_accuracy_teacher"] == round(row["teacher_accuracy"], 4)
     assert config.metrics["test_images"] == 40
     assert 1 <= config.metrics["test_mean_steps_adaptive"] <= 8

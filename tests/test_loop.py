@@ -11,7 +11,18 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from odevit_serve.errors import UserError
-from odevit_serve.train.loop import Metrics, Objective, Plan, Progress, _ema, _weigh, optimizers, scheduler
+from odevit_serve.train.loop import (
+    Metrics,
+    Objective,
+    Plan,
+    Progress,
+    _ema,
+    _restore,
+    _save,
+    _weigh,
+    optimizers,
+    scheduler,
+)
 
 
 class Toy(Objective):
@@ -45,6 +56,23 @@ def test_schedules_warm_up_and_come_down() -> None:
     peaks = [i for i in range(1, 99) if restarts[i] > 0.99 * 0.1 and restarts[i - 1] < restarts[i]]
     assert len(peaks) >= 3
     assert rates("constant", warmup=0.1)[10:] == [0.1] * 90
+
+
+@pytest.mark.parametrize("schedule", ["onecycle", "cosine-restarts", "constant"])
+def test_a_run_resumed_with_more_epochs_follows_the_longer_schedule(schedule: str, tmp_path: Path) -> None:
+    plan, seen = Plan(1, 1, 0.1, schedule=schedule), []
+    for length in (100, 200):
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        planned = scheduler(optimizer, plan, length)
+        if length == 200:
+            _restore(tmp_path / "last.pt", net, None, [optimizer], [planned])
+        for _ in range(60):
+            optimizer.step()
+            planned.step()
+            seen.append(optimizer.param_groups[0]["lr"])
+        _save(tmp_path / "last.pt", Progress(), net, None, [optimizer], [planned])
+    assert seen[60:] == pytest.approx(rates(schedule, 200)[61:121])
 
 
 def test_every_trainable_parameter_has_one_optimiser() -> None:

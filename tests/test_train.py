@@ -260,7 +260,8 @@ def test_the_bound_stops_a_run(data: Path, teacher: Path, tmp_path: Path) -> Non
         (("DATA", "--set", "architecture.heads=5"), 2, "width 192 is not divisible by 5 heads"),
         (("DATA", "--set", "training.epoch=5"), 2, "did you mean 'epochs'"),
         (("DATA", "--teacher", "vit_tiny"), 2, "write timm:NAME or hf:NAME"),
-        (("DATA", "--resume", "nowhere"), 1, "nowhere holds no run to resume"),
+        (("--resume", "nowhere"), 1, "nowhere holds no run to resume"),
+        (("--resume", "nowhere", "--config", "cifar10"), 2, "goes on with the recipe of the run"),
         (("DATA", "--config", "nothing"), 1, "no recipe 'nothing': shipped are"),
         (("DATA", "--batch-size", "4000"), 1, "270 training images do not fill one batch of 4000"),
     ],
@@ -293,6 +294,10 @@ def test_a_stem_of_convolutions_is_trained_resumed_and_started_from(data: Path, 
     bundle = tmp_path / "run" / "bundle"
     assert read_config(bundle).metrics["validation_accuracy"] > 0.8
     assert not any("running" in name for name in load_file(bundle / "model.safetensors"))
+    command("train", "--resume", tmp_path / "run", "--epochs", "3", "--set", "training.mixup=0.4")
+    assert [row["epoch"] for row in metrics(tmp_path / "run") if "epoch" in row] == [1, 2, 3]
+    recorded = json.loads((tmp_path / "run" / "recipe.json").read_text())["training"]
+    assert (recorded["epochs"], recorded["mixup"]) == (3, 0.4)
     again = ["--set", f"training.start='{bundle}'", "--lr", "1e-9", "--epochs", "1"]
     done = command("train", data, *SMALL, *stem, *again, "-o", tmp_path / "more")
     before, after = (

@@ -256,13 +256,16 @@ def _weigh(terms: dict[str, Tensor], weights: dict[str, float], state: Progress)
     return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
 
 
+PLACE = ("last_epoch", "_step_count", "_last_lr")  # of a schedule: its length is the recipe's, which may have grown
+
+
 def _save(path: Path, state: Progress, net: nn.Module, average: Any, steppers: list[Any], rates: list[Any]) -> None:
     contents = {
         "progress": vars(state),
         "net": net.state_dict(),
         "average": average.state_dict() if average else {},
         "optimizers": [o.state_dict() for o in steppers],
-        "schedules": [{k: v for k, v in r.state_dict().items() if isinstance(v, int | float | list)} for r in rates],
+        "schedules": [{k: r.state_dict()[k] for k in PLACE} for r in rates],
     }
     with bundle.atomic(path) as scratch:
         torch.save(contents, scratch)
@@ -274,8 +277,10 @@ def _restore(path: Path, net: nn.Module, average: Any, steppers: list[Any], rate
         net.load_state_dict(contents["net"])
         if average:
             average.load_state_dict(contents["average"])
-        for target, source in zip([*steppers, *rates], [*contents["optimizers"], *contents["schedules"]]):
-            target.load_state_dict(source)
+        for stepper, source in zip(steppers, contents["optimizers"]):
+            stepper.load_state_dict(source)
+        for rate, source in zip(rates, contents["schedules"]):
+            rate.load_state_dict({**rate.state_dict(), **{k: source[k] for k in PLACE}})
         return Progress(**contents["progress"])
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError) as error:
         raise UserError(f"{path} cannot be resumed from ({str(error).splitlines()[0]})") from None

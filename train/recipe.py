@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Iterable
@@ -177,19 +178,26 @@ SELF_SUPERVISED = {"trajectory": 1.0, "jasmin": 0.01}
 
 
 def read_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a file (or a shipped recipe's name), with `section.key=value` overrides in TOML's notation."""
+    """A recipe from a file (TOML, or the JSON of a run) or the name of a shipped one.
+
+    Overrides are `section.key=value` in TOML's notation.
+    """
     data: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
         if not file.exists() and (RECIPES / f"{path}.toml").is_file():
             file = RECIPES / f"{path}.toml"
         try:
-            data = tomllib.loads(file.read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
         except FileNotFoundError:
             known = sorted(p.stem for p in RECIPES.glob("*.toml"))
             raise UserError(f"no recipe {str(path)!r}: shipped are {', '.join(known)}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} is not valid TOML ({error})") from None
+        except ValueError as error:  # of either notation, or no text at all
+            kind = "JSON" if file.suffix == ".json" else "TOML"
+            raise UserError(f"{file} is not valid {kind} ({error})") from None
+        if not isinstance(data, dict):
+            raise UserError(f"{file} does not hold a recipe")
     for override in overrides:
         _override(data, override)
     if "losses" not in data:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import UsageError, UserError
 from . import app, require, say
-
-if TYPE_CHECKING:
-    from ..train.recipe import Recipe
 
 
 @app.command()
@@ -32,7 +28,9 @@ def train(
     self_supervised: bool = typer.Option(False, "--self-supervised", help="Follow the teacher's states; no labels."),
     settings: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help="Any setting of the recipe."),
     output: Path = typer.Option(Path("runs/train"), "--output", "-o", help="Run folder."),
-    resume: Path = typer.Option(None, "--resume", metavar="RUN", help="Go on with the run in this folder."),
+    resume: Path = typer.Option(
+        None, "--resume", metavar="RUN", help="Go on with the run in this folder; other options change its recipe."
+    ),
     list_recipes: bool = typer.Option(False, "--list", help="List the shipped recipes."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check and print the recipe as JSON; train nothing."),
 ) -> None:
@@ -44,29 +42,29 @@ def train(
             first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
             typer.echo(f"{path.stem:24} {first}")
         return
-    recipe: Recipe
+    options = {
+        "data.source": data,
+        "teacher.source": teacher,
+        "teacher.weights": teacher_weights,
+        "teacher.head": teacher_head,
+        "preset": preset,
+        "training.epochs": epochs,
+        "training.batch_size": batch_size,
+        "training.lr": lr,
+        "training.seed": seed,
+    }
+    given = [f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None]
+    if self_supervised:
+        given += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
     if resume is not None:
-        recipe, output = _recorded(resume), resume
-    else:
-        options = {
-            "data.source": data,
-            "teacher.source": teacher,
-            "teacher.weights": teacher_weights,
-            "teacher.head": teacher_head,
-            "preset": preset,
-            "training.epochs": epochs,
-            "training.batch_size": batch_size,
-            "training.lr": lr,
-            "training.seed": seed,
-        }
-        given = [
-            f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None
-        ]
-        if self_supervised:
-            given += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
-        recipe = read_recipe(config, [*given, *settings])
-        if (output / "last.pt").exists() or (output / "bundle").exists():
-            raise UsageError(f"{output} already holds a run: --resume {output}, or choose another --output")
+        if config is not None:
+            raise UsageError("--resume goes on with the recipe of the run: change parts of it with --set")
+        config, output = str(resume / "recipe.json"), resume
+        if not Path(config).is_file():
+            raise UserError(f"{resume} holds no run to resume: it has no recipe.json")
+    elif (output / "last.pt").exists() or (output / "bundle").exists():
+        raise UsageError(f"{output} already holds a run: --resume {output}, or choose another --output")
+    recipe = read_recipe(config, [*given, *settings])
     if dry_run:
         typer.echo(json.dumps(recipe.to_dict(), indent=2))
         return
@@ -80,20 +78,6 @@ def train(
         raise typer.Exit(130) from None
     say(f"bundle: {folder}")
     say(f"next: odevit-serve export {folder} --format parts, then odevit-serve predict --model {folder} PICTURE")
-
-
-def _recorded(folder: Path) -> Recipe:
-    from ..bundle import build
-    from ..train.recipe import Recipe
-
-    path = folder / "recipe.json"
-    try:
-        recipe: Recipe = build(Recipe, json.loads(path.read_text(encoding="utf-8")), "")
-        return recipe
-    except FileNotFoundError:
-        raise UserError(f"{folder} holds no run to resume: it has no recipe.json") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error})") from None
 
 
 def numbers(text: str | None) -> list[float]:
