@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from odevit_serve.bundle import bundled
+from odevit_serve.bundle import bundled, find
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,6 +39,7 @@ def test_nothing_but_our_package_lands_in_site_packages(wheel: Path) -> None:
     for model in bundled():
         for part in ("config.json", "model.safetensors", "stem.onnx", "step.onnx", "attention.onnx", "README.md"):
             assert f"odevit_serve/models/{model}/{part}" in names
+        assert sum(file.stat().st_size for file in find(model).iterdir()) <= 4e6, model
 
 
 @pytest.mark.slow
