@@ -106,7 +106,8 @@ def answer(run: Run) -> str:
     teacher = run.config.teacher
     if teacher is not None:
         macs = teacher.macs(run.config.architecture)
-        name = f'teacher <span title="{escape(teacher.name)}">{escape(teacher.name.split(".")[0])}</span>'
+        short = teacher.name.rpartition(":")[2].split(".")[0]
+        name = f'teacher <span title="{escape(teacher.name)}">{escape(short)}</span>'
         took, of = "not measured", ""
         if teacher.time is not None:  # as the bundle has it: the teacher itself is not here
             would = teacher.time * run.full_seconds

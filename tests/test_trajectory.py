@@ -118,8 +118,10 @@ def test_the_cost_against_the_teacher_is_in_time_too_where_the_bundle_has_it(eng
 
     run = trajectory.run(engine, "tiny", picture(), Choice())
     for time, words in ((None, "not measured"), (4.0, "50% less <span>(about 40.0 ms)</span>")):
-        config = run.config.replace(teacher=Teacher("vit", time=time))
-        assert words in cards.answer(replace(run, config=config, seconds=0.02, full_seconds=0.01)), time
+        config = run.config.replace(teacher=Teacher("timm:vit.tag", time=time))
+        shown = cards.answer(replace(run, config=config, seconds=0.02, full_seconds=0.01))
+        assert words in shown, time
+        assert ">vit</span>" in shown
 
 
 def test_the_head_is_that_of_the_graph(engine: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
