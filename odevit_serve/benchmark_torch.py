@@ -24,6 +24,7 @@ from .export import parts
 from .export.job import Settings, export
 from .model import BundleModel, load
 from .train.model import ODEViT
+from .train.run import silent
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -158,15 +159,11 @@ def teacher_time(folder: Path, teacher: Teacher, scratch: Path, images: int = 16
     model = load(folder, threads=1)
     assert isinstance(model, BundleModel)
     own, *_ = bundle_systems(model, 1)
-    vit, *_ = _vit_systems("teacher", teacher, model.config, Plan(compiled=False), None, 1, scratch, [], _hush)
+    vit, *_ = _vit_systems("teacher", teacher, model.config, Plan(compiled=False), None, 1, scratch, [], silent)
     pixels = np.random.default_rng(0).standard_normal((images, *model.config.preprocessing.input_size), np.float32)
-    found = interleave({"own": lambda: own.run(pixels, 1), "teacher": lambda: vit.run(pixels, 1)}, rounds, _hush)
+    found = interleave({"own": lambda: own.run(pixels, 1), "teacher": lambda: vit.run(pixels, 1)}, rounds, silent)
     seconds = {name: statistics.median(took for took, _ in runs) for name, runs in found.items()}
     return seconds["teacher"] / seconds["own"]
-
-
-def _hush(text: str) -> None:
-    pass
 
 
 def _in_torch(vit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array, int], Run]:

@@ -61,9 +61,9 @@ def test_schedules_warm_up_and_come_down() -> None:
 @pytest.mark.parametrize("schedule", ["onecycle", "cosine-restarts", "constant"])
 def test_a_run_resumed_with_more_epochs_follows_the_longer_schedule(schedule: str, tmp_path: Path) -> None:
     plan, seen = Plan(1, 1, 0.1, schedule=schedule), []
-    for length in (100, 200):
+    for length, peak in ((100, 0.3), (200, 0.1)):  # and its learning rate, which is lower
         net = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        optimizer = torch.optim.SGD(net.parameters(), peak)
         planned = scheduler(optimizer, plan, length)
         if length == 200:
             _restore(tmp_path / "last.pt", net, None, [optimizer], [planned])

@@ -278,7 +278,10 @@ def _restore(path: Path, net: nn.Module, average: Any, steppers: list[Any], rate
         if average:
             average.load_state_dict(contents["average"])
         for stepper, source in zip(steppers, contents["optimizers"]):
+            asked = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in stepper.param_groups]
             stepper.load_state_dict(source)
+            for group, settings in zip(stepper.param_groups, asked):
+                group.update(settings)  # rates and decay are the recipe's, too
         for rate, source in zip(rates, contents["schedules"]):
             rate.load_state_dict({**rate.state_dict(), **{k: source[k] for k in PLACE}})
         return Progress(**contents["progress"])

@@ -53,7 +53,7 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     settings = recipe.training
     machine = accelerator(settings.mixed_precision)
     if not machine.is_main_process:
-        say = _silent
+        say = silent
     learning, validation = read_data(recipe)
     _check_labels(recipe, learning)
     torch.manual_seed(settings.seed)
@@ -335,5 +335,5 @@ def save_bundle(
     write_card(folder)
 
 
-def _silent(text: str) -> None:
+def silent(text: str) -> None:
     pass
