@@ -67,7 +67,7 @@ def card(config: Config, name: str) -> str:
         lines += [f"| {key} | {config.metrics[key]} |" for key in sorted(config.metrics)]
         lines.append("")
         if any(key.startswith("test_") for key in config.metrics):
-            lines += [f"The test figures by steps: `odevit-serve val {name} --data DATA`.", ""]
+            lines += [f"The test figures: `odevit-serve val {name} --data DATA`.", ""]
     if config.labels:
         lines += [
             f"Classes: {', '.join(config.labels)}. Any other picture gets one of these, too.",

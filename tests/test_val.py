@@ -9,7 +9,10 @@ import pytest
 import torch
 from conftest import tiny_model
 
+from odevit_serve import load
+from odevit_serve.data import pick
 from odevit_serve.errors import UsageError
+from odevit_serve.export import parts
 from odevit_serve.train.data import Batch
 from odevit_serve.train.val import SPOILT, table, validate
 
@@ -31,6 +34,23 @@ def test_a_row_for_each_pair_on_the_test_split(folder: Path) -> None:
     assert all(r["accuracy"] <= r["accuracy@3"] <= r["accuracy@5"] == 1.0 for r in rows)
     one = validate(str(folder / "model"), str(folder / "data.npz"), split="train", steps=[8], limit=4)
     assert one[0]["images"] == 4
+
+
+def test_early_exit_is_a_row_of_a_calibrated_bundle(folder: Path) -> None:
+    model, data = folder / "model", str(folder / "data.npz")
+    assert {r["depth"] for r in validate(str(model), data)} == {"fixed"}  # no graphs yet
+    parts(model)
+    *_, early = validate(str(model), data)
+    assert (early["depth"], early["images"]) == ("early exit", 20)
+    loaded, images = load(model), pick(data)
+    answers = [loaded.predict(images.read(i)) for i in range(20)]
+    assert images.labels is not None
+    assert early["steps"] == pytest.approx(np.mean([a.steps for a in answers]))
+    assert early["accuracy"] == pytest.approx(np.mean([a.index == y for a, y in zip(answers, images.labels)]))
+    expected = [-np.log(a.probabilities[y]) for a, y in zip(answers, images.labels)]
+    assert early["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert early["steps"] < 8  # otherwise nothing above has been shown
+    assert {r["depth"] for r in validate(str(model), data, steps=[8])} == {"fixed"}  # asked for something else
 
 
 def test_robustness_adds_solvers_and_worse_pictures(folder: Path) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
+from .. import bundle, exits
 from ..bundle import SOLVERS, Config
-from ..data import pick
+from ..data import Images, pick
 from ..errors import UsageError
+from ..model import Prediction, load
 from .data import Batch, Pictures, Unreadable, loader
 from .loop import Say
 from .model import ODEViT
@@ -61,7 +65,8 @@ def validate(
 ) -> list[dict[str, Any]]:
     """One row for each pair of steps and horizon, all on the same images.
 
-    With `robustness` come rows at the first of those steps for every solver and for each of `SPOILT`.
+    With `robustness` come rows at the first of those steps for every solver and for each of `SPOILT`. Where nothing
+    is asked but the bundle's own way, and it is calibrated, the last row is that of early exit in the runtime.
     """
     student = ODEViT.from_pretrained(source)
     config = student.config
@@ -81,13 +86,14 @@ def validate(
             choose_classes(expert, config.labels)
     counts = list(steps) or sorted({max(1, own.steps // 2), own.steps, own.steps * 3 // 2, own.steps * 2})
     used = solver or own.solver
-    grid = [(n, t, used, "as they are") for t in (list(horizons) or [own.horizon]) for n in counts]
+    grid: list[tuple[float, float, str, str]] = []
+    grid += [(n, t, used, "as they are") for t in (list(horizons) or [own.horizon]) for n in counts]
     if robustness:
         n, t = (steps[0] if steps else own.steps), (horizons[0] if horizons else own.horizon)
         grid += [(n, t, other, "as they are") for other in SOLVERS if other != used]
         grid += [(n, t, used, pictures) for pictures in SPOILT]
     sums = torch.zeros(len(grid), 6, dtype=torch.double)
-    right = 0
+    right, answers = 0, list[Tensor]()  # of the teacher
     unreadable = Unreadable(len(images), say)
     pictures = Pictures(images, config.preprocessing)
     for batch in _progress(loader(pictures, batch_size), say):
@@ -95,13 +101,22 @@ def validate(
         expected = expert(batch.pixel_values) if expert else None
         if expected is not None:
             right += int((expected.argmax(-1) == batch.labels).sum())
+            answers.append(expected)
         for place, (n, horizon, scheme, worse) in enumerate(grid):
             pixels = SPOILT[worse](batch, config) if worse in SPOILT else batch.pixel_values
             logits = student(pixels, steps=n, horizon=horizon, solver=scheme, splitting=splitting)
             sums[place] += _judge(logits, batch.labels, logits if expected is None else expected).double().sum(0)
+    means = (sums / len(images)).tolist()
+    folder = bundle.find(source)
+    asked = steps or horizons or solver or splitting
+    if not asked and exits.calibrated(config) and (folder / bundle.STEP).is_file():
+        mean_steps, judged = _early(folder, images, torch.cat(answers) if expert else None)
+        grid.append((mean_steps, own.horizon, own.solver, "as they are"))
+        means.append(judged)
     rows = []
-    for (n, horizon, scheme, worse), total in zip(grid, (sums / len(images)).tolist()):
-        row: dict[str, Any] = {"steps": n, "horizon": horizon, "solver": scheme, "images": len(images)}
+    for (n, horizon, scheme, worse), total in zip(grid, means):
+        row: dict[str, Any] = {"depth": "fixed" if isinstance(n, int) else "early exit", "steps": n}
+        row |= {"horizon": horizon, "solver": scheme, "images": len(images)}
         if robustness:
             row["pictures"] = worse
         if images.labels is not None:
@@ -112,6 +127,27 @@ def validate(
                 row["teacher_accuracy"] = right / len(images)
         rows.append(row)
     return rows
+
+
+def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float, list[float]]:
+    """Mean steps and judgement of the images that the runtime can read, stopping by the bundle's own rule."""
+    kept, steps, logits = list[int](), list[int](), list[Tensor]()
+
+    def picture(place: int) -> Any:
+        try:
+            return images.read(place)
+        except Exception:  # decoders fail in every way there is
+            return b""  # which the runtime cannot read either
+
+    for place, answer in enumerate(load(folder).stream(map(picture, range(len(images))))):
+        if isinstance(answer, Prediction):
+            kept.append(place)
+            steps.append(answer.steps)
+            logits.append(torch.from_numpy(answer.probabilities).log())
+    found = torch.stack(logits)
+    labels = torch.full((len(kept),), -1) if images.labels is None else torch.as_tensor(images.labels)[kept]
+    judged = _judge(found, labels, found if expected is None else expected[kept])
+    return float(np.mean(steps)), judged.double().mean(0).tolist()
 
 
 def _progress(data: Any, say: Say) -> Any:
@@ -136,7 +172,8 @@ def table(rows: list[dict[str, Any]]) -> None:
 
     shown = Table(box=None, pad_edge=False)
     for name in rows[0]:
-        shown.add_column(HEADINGS.get(name, name), justify="left" if name in ("solver", "pictures") else "right")
+        words = name in ("depth", "solver", "pictures")
+        shown.add_column(HEADINGS.get(name, name), justify="left" if words else "right")
     for row in rows:
         shown.add_row(
             *[f"{v:.2%}" if k in HEADINGS else f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()]
