@@ -305,6 +305,23 @@ def test_a_stem_of_convolutions_is_trained_resumed_and_started_from(data: Path, 
     )
     for name, weight in before.items():
         torch.testing.assert_close(after[name], weight, atol=1e-5, rtol=1e-4, msg=name)
-    done = command("train", data, *SMALL, *again, "-o", tmp_path / "other", check=False)
+    narrow = ["--set", "architecture.mlp_ratio=0.5"]
+    done = command("train", data, *SMALL, *stem, *again, *narrow, "-o", tmp_path / "other", check=False)
     assert done.returncode == 2
-    assert "is of another shape than the recipe's model (see patch" in done.stderr
+    assert "cannot become the recipe's model (see psi.mlp." in done.stderr
+
+
+def test_a_start_from_a_smaller_bundle_keeps_what_it_knows(data: Path, tmp_path: Path) -> None:
+    stem = ["--set", "architecture.stem='convolutions'", "--set", "training.ema=0.9"]
+    command("train", data, *SMALL, *stem, "--epochs", "3", "-o", tmp_path / "run")
+    bundle = tmp_path / "run" / "bundle"
+    more = ["--set", f"training.start='{bundle}'", "--set", "training.start_epochs=12", "--epochs", "1"]
+    grown = ["--set", "architecture.mlp_ratio=3.0", "--set", "architecture.stem_width=16"]
+    done = command("train", data, *SMALL, *stem, *more, *grown, "-o", tmp_path / "more")
+    assert "first it learns to do the same" in done.stderr
+    explained = [row["explained"] for row in metrics(tmp_path / "more" / "stem") if "epoch" in row]
+    assert len(explained) == 12
+    assert explained[0] < explained[-1]
+    assert read_config(tmp_path / "more" / "bundle").architecture.stem_width == 16
+    again = command("train", "--resume", tmp_path / "more", "--epochs", "2")
+    assert "first it learns" not in again.stderr

@@ -87,7 +87,8 @@ class Training:
     mixup: float = 0.0  # images mixed in pairs, in shares drawn from Beta(mixup, mixup); 0: none
     truncate: int = 0  # gradients through the last so many steps only; 0: through all
     checkpointing: bool = False  # recompute steps in the backward pass, to save memory
-    start: str = ""  # a bundle to start from: all weights but a head of other classes
+    start: str = ""  # a bundle to start from: all weights but a head of other classes; see start.py
+    start_epochs: int = 2  # where its stem is of another shape: epochs in which the new one learns to do the same
     warm_start: int = -1  # start psi from this block of the teacher; -1: spectral initialisation
     train_head: bool = False  # unfreeze the head
     train_stem: bool = False  # unfreeze the patch embedding, CLS and positions

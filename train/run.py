@@ -7,6 +7,7 @@ run/
   last.pt          everything a resumed run needs
   bundle/          the best model so far: config.json, model.safetensors, README.md
   teacher/         its own run, when the teacher's head or all of it was trained
+  stem/            likewise, when a new stem learned what that of another bundle gives
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .losses import NEEDS_LABELS
 from .model import ODEViT, normalised
 from .objectives import Distillation, FineTuning
 from .recipe import Recipe
+from .start import imitate, start_from
 from .teacher import (
     Memory,
     Teacher,
@@ -75,7 +77,12 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     if teacher:
         copy_into(teacher, student, settings.warm_start)
     if settings.start:
-        start_from(student, ODEViT.from_pretrained(settings.start))
+        other = ODEViT.from_pretrained(settings.start)
+        if not start_from(student, other):
+            if isinstance(student.patch, nn.Sequential):
+                student.patch = normalised(student.patch)
+            if not (folder / "last.pt").exists():
+                _imitate(recipe, student, other, learning, validation, folder / "stem", machine, say)
     if teacher:
         student.freeze_copied()
         student.head.requires_grad_(settings.train_head)
@@ -117,17 +124,21 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     return folder / "bundle"
 
 
-def start_from(student: ODEViT, other: ODEViT) -> None:
-    """Copy the weights of a bundle; its head stays behind where the classes are others."""
-    wanted, given = student.config, other.config
-    state = other.state_dict()
-    if (wanted.labels, wanted.architecture.classes) != (given.labels, given.architecture.classes):
-        state = {k: v for k, v in state.items() if not k.startswith("head.")}
-    own = student.state_dict()
-    for name in sorted({k for k in own if not k.startswith("head.")} | set(state)):
-        if name not in state or name not in own or own[name].shape != state[name].shape:
-            raise UsageError(f"training.start: {given.name} is of another shape than the recipe's model (see {name})")
-    student.load_state_dict(state, strict=False)
+def _imitate(
+    recipe: Recipe,
+    student: ODEViT,
+    other: ODEViT,
+    learning: Images,
+    validation: Images,
+    folder: Path,
+    machine: Accelerator,
+    say: Say,
+) -> None:
+    settings, spec = recipe.training, student.config.preprocessing
+    plan = Plan(settings.start_epochs, settings.batch_size, settings.lr, 0.0, seed=settings.seed)
+    say("the stem is of another shape than that of training.start: first it learns to do the same")
+    pictures = Pictures(learning, spec, recipe.data.augment, settings.seed)
+    imitate(student.patch, other.patch, machine, pictures, Pictures(validation, spec), plan, folder, say)
 
 
 def read_data(recipe: Recipe) -> tuple[Images, Images]:

@@ -1,0 +1,71 @@
+"""Starting from a smaller bundle: nothing that it knew is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from odevit_serve.errors import UsageError
+from odevit_serve.train.model import ODEViT
+from odevit_serve.train.start import missed, start_from
+
+
+def other_shape(**changes: object) -> ODEViT:
+    config = tiny_model().config
+    torch.manual_seed(1)
+    return ODEViT(config.replace(architecture=dataclasses.replace(config.architecture, **changes))).eval()
+
+
+@pytest.mark.parametrize("ratio", [2.0, 3.0, 4.5])
+def test_a_wider_mlp_answers_as_before(ratio: float) -> None:
+    old, new = tiny_model(), other_shape(mlp_ratio=ratio)
+    pixels = torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        assert not torch.allclose(new(pixels), old(pixels), atol=1e-2)
+        assert start_from(new, old)
+        torch.testing.assert_close(new(pixels), old(pixels), atol=1e-4, rtol=1e-4)
+
+
+def test_new_units_can_learn() -> None:
+    old, new = tiny_model(), other_shape(mlp_ratio=3.0)
+    start_from(new, old)
+    new(torch.randn(4, 3, 16, 16)).square().sum().backward()
+    gradient = new.psi.mlp.down.weight.grad
+    assert gradient is not None
+    assert gradient[:, old.psi.mlp.up.out_features :].abs().max() > 0
+
+
+def test_all_but_a_new_stem_is_copied() -> None:
+    old, new = tiny_model(), other_shape(stem="convolutions")
+    fresh = {k: v.clone() for k, v in new.patch.state_dict().items()}
+    assert not start_from(new, old)
+    for name, weight in new.state_dict().items():
+        expected = fresh[name.removeprefix("patch.")] if name.startswith("patch.") else old.state_dict()[name]
+        torch.testing.assert_close(weight, expected, msg=name)
+
+
+def test_a_head_of_other_classes_stays() -> None:
+    old, new = tiny_model(), tiny_model(classes=6, seed=1)
+    head = new.head.weight.clone()
+    assert start_from(new, old)
+    torch.testing.assert_close(new.head.weight, head)
+    torch.testing.assert_close(new.psi.mlp.up.weight, old.psi.mlp.up.weight)
+
+
+@pytest.mark.parametrize("changes", [{"mlp_ratio": 1.0}, {"width": 48}, {"convolution": 0}, {"convolution": 5}])
+def test_what_cannot_be_kept_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="random cannot become the recipe's model"):
+        start_from(other_shape(**changes), tiny_model())
+
+
+def test_missed_by_hand() -> None:
+    expected = torch.randn(64, 8, 4, 4) * 3 + 5
+    assert missed(expected, expected) == 0
+    middle = expected.mean((0, 2, 3), keepdim=True)
+    torch.testing.assert_close(missed(middle.expand_as(expected), expected), torch.tensor(1.0))
+    half = middle + (expected - middle) / 2
+    torch.testing.assert_close(missed(half, expected), torch.tensor(0.25))
+    assert missed(expected + 3, expected) == pytest.approx(1.0, rel=0.1)
