@@ -19,6 +19,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+# Options that several commands share
+DATA = typer.Option(..., "--data", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME.")
+SPLIT = typer.Option(
+    None,
+    "--split",
+    help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
+)
+TEACHER_WEIGHTS = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names.")
+
 EXTRAS = {  # extra -> the modules that show whether it is installed
     "train": ("torch", "torchvision", "timm", "transformers", "accelerate", "safetensors", "matplotlib"),
     "export": ("torch", "onnx", "onnxscript", "safetensors"),

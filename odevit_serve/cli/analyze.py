@@ -8,20 +8,16 @@ from pathlib import Path
 import typer
 
 from ..errors import UsageError
-from . import app, require, say
+from . import DATA, SPLIT, TEACHER_WEIGHTS, app, require, say
 
 
 @app.command()
 def analyze(
     model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model."),
-    data: str = typer.Option(..., "--data", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."),
-    split: str = typer.Option(
-        None,
-        "--split",
-        help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
-    ),
+    data: str = DATA,
+    split: str = SPLIT,
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME, for the figures of the distance to it."),
-    teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names."),
+    teacher_weights: Path = TEACHER_WEIGHTS,
     quick: bool = typer.Option(False, "--quick", help="200 images and coarser grids: a first look."),
     limit: int = typer.Option(None, "--limit", min=8, help="Use this many images; default: 2000, with --quick 200."),
     batch_size: int = typer.Option(32, "--batch-size", min=1),

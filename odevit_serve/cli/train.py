@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from ..errors import UsageError, UserError
-from . import app, require, say
+from . import DATA, SPLIT, TEACHER_WEIGHTS, app, require, say
 
 
 @app.command()
@@ -18,7 +18,7 @@ def train(
     ),
     config: str = typer.Option(None, "--config", help="Recipe: a TOML file, or the name of a shipped one."),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME. Without a teacher: from scratch."),
-    teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names."),
+    teacher_weights: Path = TEACHER_WEIGHTS,
     teacher_head: str = typer.Option(None, "--teacher-head", help="own, probe or finetune."),
     preset: str = typer.Option(None, "--preset", help="Shape of the model: see `odevit-serve info --list`."),
     epochs: int = typer.Option(None, "--epochs", help="Epochs of the student."),
@@ -91,18 +91,14 @@ def numbers(text: str | None) -> list[float]:
 @app.command()
 def val(
     model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model."),
-    data: str = typer.Option(..., "--data", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."),
-    split: str = typer.Option(
-        None,
-        "--split",
-        help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
-    ),
+    data: str = DATA,
+    split: str = SPLIT,
     steps: str = typer.Option(None, "--steps", help="Comma-separated; default: half, own, 1.5 times and twice."),
     horizons: str = typer.Option(None, "--horizon", help="Comma-separated; default: the bundle's own."),
     solver: str = typer.Option(None, "--solver"),
     splitting: str = typer.Option(None, "--splitting"),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME, to measure agreement."),
-    teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names."),
+    teacher_weights: Path = TEACHER_WEIGHTS,
     robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and on worse pictures."),
     limit: int = typer.Option(0, "--limit", help="Use this many images only, chosen by seed."),
     batch_size: int = typer.Option(64, "--batch-size"),
