@@ -10,7 +10,7 @@ from conftest import tiny_model
 
 from odevit_serve.errors import UsageError
 from odevit_serve.train.model import ODEViT
-from odevit_serve.train.start import missed, start_from
+from odevit_serve.train.start import missed, start_from, with_norms
 
 
 def other_shape(**changes: object) -> ODEViT:
@@ -27,6 +27,42 @@ def test_a_wider_mlp_answers_as_before(ratio: float) -> None:
         assert not torch.allclose(new(pixels), old(pixels), atol=1e-2)
         assert start_from(new, old)
         torch.testing.assert_close(new(pixels), old(pixels), atol=1e-4, rtol=1e-4)
+
+
+def stack(width: int, seed: int = 1) -> ODEViT:
+    torch.manual_seed(seed)
+    return other_shape(stem="convolutions", stem_width=width)
+
+
+def test_a_wider_stem_answers_as_before() -> None:
+    old, new = stack(8), stack(12, 2)
+    with torch.no_grad():
+        for layer in old.patch:
+            if isinstance(layer, torch.nn.Conv2d):
+                layer.bias.normal_()
+        pixels = torch.randn(4, 3, 16, 16)
+        assert start_from(new, old)
+        torch.testing.assert_close(new(pixels), old(pixels), atol=1e-4, rtol=1e-4)
+    new(pixels).square().sum().backward()
+    last = [layer for layer in new.patch if isinstance(layer, torch.nn.Conv2d)][-1]
+    assert last.weight.grad[:, 8:].abs().max() > 0  # the new channels can get a say
+
+
+def test_a_narrower_stem_has_to_learn() -> None:
+    assert not start_from(stack(8), stack(12))
+
+
+def test_norms_change_nothing_at_first() -> None:
+    model = stack(8)
+    pixels = [torch.randn(16, 3, 16, 16) * 2 + 1 for _ in range(4)]
+    normed = with_norms(model.patch, pixels)
+    assert sum(isinstance(layer, torch.nn.BatchNorm2d) for layer in normed) == len(
+        [layer for layer in model.patch if isinstance(layer, torch.nn.Conv2d)]
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(normed.eval()(pixels[0]), model.patch(pixels[0]), atol=1e-4, rtol=1e-4)
+        whole = torch.cat(pixels)  # in training, the statistics of this very batch are undone
+        torch.testing.assert_close(normed.train()(whole), model.patch(whole), atol=1e-2, rtol=1e-2)
 
 
 def test_new_units_can_learn() -> None:

@@ -36,7 +36,7 @@ from .losses import NEEDS_LABELS
 from .model import ODEViT, normalised
 from .objectives import Distillation, FineTuning
 from .recipe import Recipe
-from .start import imitate, start_from
+from .start import imitate, start_from, with_norms
 from .teacher import (
     Memory,
     Teacher,
@@ -78,11 +78,14 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
         copy_into(teacher, student, settings.warm_start)
     if settings.start:
         other = ODEViT.from_pretrained(settings.start)
-        if not start_from(student, other):
-            if isinstance(student.patch, nn.Sequential):
-                student.patch = normalised(student.patch)
-            if not (folder / "last.pt").exists():
-                _imitate(recipe, student, other, learning, validation, folder / "stem", machine, say)
+        kept = start_from(student, other)
+        if isinstance(student.patch, nn.Sequential):
+            few = loader(Pictures(sample(learning, 256, settings.seed), config.preprocessing), 64)
+            student.patch = (
+                with_norms(student.patch, (b.pixel_values for b in few)) if kept else normalised(student.patch)
+            )
+        if not kept and not (folder / "last.pt").exists():
+            _imitate(recipe, student, other, learning, validation, folder / "stem", machine, say)
     if teacher:
         student.freeze_copied()
         student.head.requires_grad_(settings.train_head)

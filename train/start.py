@@ -1,12 +1,13 @@
 """Starting from another bundle, of the same shape or a smaller one: what was learned is kept, what is new is added.
 
-A wider MLP begins by giving what the narrower one gave, since its new units have no say yet. A stem of another shape
-first learns to give what that of the other bundle gives, which needs neither psi nor a teacher.
+A wider MLP or a wider stem begins by giving what the narrower one gave, since its new units have no say yet. A stem of
+another shape first learns to give what that of the other bundle gives, which needs neither psi nor a teacher.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..bundle import Architecture
 from ..errors import UsageError
 from .data import Batch, Pictures, loader
 from .loop import Objective, Plan, Say, fit
 from .model import ODEViT, plain
 
-GROWN = {"psi.mlp.up.weight": 0, "psi.mlp.mix.weight": 0, "psi.mlp.down.weight": 1}  # and where their units are
+GROWN = {"psi.mlp.up.weight": (0,), "psi.mlp.mix.weight": (0,), "psi.mlp.down.weight": (1,)}  # where their units are
 
 
 def start_from(student: ODEViT, other: ODEViT) -> bool:
@@ -28,28 +30,56 @@ def start_from(student: ODEViT, other: ODEViT) -> bool:
     state, own = other.state_dict(), student.state_dict()
     if (wanted.labels, wanted.architecture.classes) != (given.labels, given.architecture.classes):
         state = {k: v for k, v in state.items() if not k.startswith("head.")}
-    same = wanted.architecture.convolutions() == given.architecture.convolutions()
-    if not same:
+    kept = _holds(wanted.architecture, given.architecture)
+    if not kept:
         state = {k: v for k, v in state.items() if not k.startswith("patch.")}
-    for name, axis in GROWN.items():
+    stem = {k: (0, 1)[: state[k].dim()] for k in state if k.startswith("patch.")}  # outputs, and inputs of a kernel
+    for name, axes in (GROWN | stem).items():
         if name in state and name in own:
-            state[name] = _grown(state[name], own[name], axis)
-    optional = ("head.",) if same else ("head.", "patch.")
+            state[name] = _grown(state[name], own[name], axes)
+    optional = ("head.",) if kept else ("head.", "patch.")
     for name in sorted({k for k in own if not k.startswith(optional)} | set(state)):
         if name not in state or name not in own or own[name].shape != state[name].shape:
             raise UsageError(f"training.start: {given.name} cannot become the recipe's model (see {name})")
     student.load_state_dict(state, strict=False)
-    return same
+    return kept
 
 
-def _grown(old: Tensor, fresh: Tensor, axis: int) -> Tensor:
-    """The old units followed by new ones: as they were drawn where they read, zero where they write."""
-    grown = fresh.clone() if axis == 0 else torch.zeros_like(fresh)
-    kept = grown.narrow(axis, 0, min(old.shape[axis], fresh.shape[axis]))
-    if kept.shape != old.shape:
+def _holds(wanted: Architecture, given: Architecture) -> bool:
+    """Whether the one stem is the other, perhaps with more channels between its layers."""
+    pairs = list(zip(wanted.convolutions(), given.convolutions()))
+    same = wanted.stem == given.stem and len(wanted.convolutions()) == len(given.convolutions()) == len(pairs)
+    return same and all(new[2:] == old[2:] and new[0] >= old[0] and new[1] >= old[1] for new, old in pairs)
+
+
+def _grown(old: Tensor, fresh: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The old units followed by new ones: as they were drawn where they write (axis 0), zero where they are read."""
+    spread = [axis for axis in range(old.dim()) if old.shape[axis] != fresh.shape[axis]]
+    if old.dim() != fresh.dim() or any(i not in axes or old.shape[i] > fresh.shape[i] for i in spread):
         return old  # differs by more than new units: the caller says so
-    kept.copy_(old)
+    grown = fresh.clone()
+    if 1 in spread:
+        grown[:, old.shape[1] :] = 0
+    grown[tuple(slice(n) for n in old.shape)] = old
     return grown
+
+
+@torch.no_grad()
+def with_norms(stack: nn.Sequential, batches: Iterable[Tensor]) -> nn.Sequential:
+    """The stack with batch norms that change nothing yet: they undo what they measure on the given pixels."""
+    layers: list[nn.Module] = []
+    signals = list(batches)
+    for layer in stack:
+        layers.append(layer)
+        signals = [layer(x) for x in signals]
+        if isinstance(layer, nn.Conv2d):
+            values = torch.cat([x.transpose(0, 1).flatten(1) for x in signals], 1)  # [C, images and places]
+            norm = nn.BatchNorm2d(layer.out_channels)
+            norm.running_mean, norm.running_var = values.mean(1), values.var(1)
+            norm.weight.copy_((norm.running_var + norm.eps).sqrt())
+            norm.bias.copy_(norm.running_mean)
+            layers.append(norm)
+    return nn.Sequential(*layers)
 
 
 class Imitation(Objective):
