@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 PROVIDERS = {"cpu": [CPU], "cuda": [CUDA, CPU], "tensorrt": [TENSORRT, CUDA, CPU]}
 DEVICES = ("cpu", "cuda", "tensorrt", "auto")
+# How long a session's idle threads look for work before they sleep: past the pause between two steps, so that nobody
+# has to be woken for the next, and no longer, so that they do not keep a core from the other sessions' threads.
+SPIN_MICROSECONDS = "300"
 STEP_OUTPUTS = ("next_state", "logits", "margin", "speed", "cls_speed")
 
 
@@ -82,9 +85,7 @@ def _why_not(ort: Any, provider: str) -> str:
     return clash() or "the provider could not be set up: no usable GPU or driver"
 
 
-def open_session(
-    source: Path | bytes, device: str = "cpu", threads: int | None = None, spin: bool = True
-) -> onnxruntime.InferenceSession:
+def open_session(source: Path | bytes, device: str = "cpu", threads: int | None = None) -> onnxruntime.InferenceSession:
     """A session on the device asked for. `auto` falls back to the CPU with one warning; a named device is a demand."""
     if device not in DEVICES:
         raise UsageError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
@@ -95,7 +96,7 @@ def open_session(
     provider = PROVIDERS[wanted][0]
     session = None
     if provider in ort.get_available_providers() and provider not in _absent:
-        session = _create(ort, source, PROVIDERS[wanted], threads, spin)
+        session = _create(ort, source, PROVIDERS[wanted], threads)
         if session.get_providers()[0] != provider:  # what it runs on, not what the wheel claims to have
             _absent.add(provider)
     if session is None or provider in _absent:
@@ -105,17 +106,16 @@ def open_session(
     both = clash()
     if both:
         _warn_once(both)
-    return session or _create(ort, source, [CPU], threads, spin)
+    return session or _create(ort, source, [CPU], threads)
 
 
-def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int | None, spin: bool) -> Any:
+def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int | None) -> Any:
     """A session; one on the CPU where the providers asked for cannot be set up."""
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures are told in our own words
     if threads is not None:
         options.intra_op_num_threads = threads
-    if not spin:
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.intra_op.spin_duration_us", SPIN_MICROSECONDS)
     name = "the graph" if isinstance(source, bytes) else str(source)
     if isinstance(source, Path) and not source.is_file():
         raise UserError(f"{source} does not exist" if not source.exists() else f"{source} is not a file")
@@ -126,7 +126,7 @@ def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int |
         return ort.InferenceSession(content, options, providers=providers, enable_fallback=0)
     except Exception as error:  # onnxruntime's own classes share no other base
         if providers != [CPU]:
-            return _create(ort, source, [CPU], threads, spin)
+            return _create(ort, source, [CPU], threads)
         raise UserError(f"{name} is no readable ONNX file: {_first_line(error)}") from None
     finally:
         ort.set_default_logger_severity(2)
@@ -149,8 +149,7 @@ class Graphs:
 
     def __init__(self, folder: Path, config: Config, device: str = "cpu", threads: int | None = None):
         self.folder, self.config, self.device, self.threads = folder, config, device, threads
-        # The stem runs once an image, between steps: idle threads of its own pool must not spin beside the step's.
-        self.stem = self._open(bundle.STEM, spin=False)
+        self.stem = self._open(bundle.STEM)
         self.step = self._open(bundle.STEP)
         shape = config.architecture
         self._expect(self.stem, bundle.STEM, "inputs", {"pixel_values": list(config.preprocessing.input_size)})
@@ -167,11 +166,11 @@ class Graphs:
         outputs = {"next_state": state, "logits": [shape.classes], "margin": [], "speed": [], "cls_speed": []}
         self._expect(self.step, bundle.STEP, "outputs", outputs)
 
-    def _open(self, name: str, spin: bool = True) -> onnxruntime.InferenceSession:
+    def _open(self, name: str) -> onnxruntime.InferenceSession:
         path = self.folder / name
         if not path.is_file():
             raise UserError(f"{self.folder} has no {name}: run odevit-serve export --format parts on it")
-        return open_session(path, self.device, self.threads, spin)
+        return open_session(path, self.device, self.threads)
 
     def _expect(self, session: Any, name: str, side: str, wanted: dict[str, list[Any]]) -> None:
         found = _signature(session.get_inputs() if side == "inputs" else session.get_outputs())
@@ -186,7 +185,7 @@ class Graphs:
     @cached_property
     def attention(self) -> onnxruntime.InferenceSession:
         """Opened when a map is first asked for."""
-        return self._open(bundle.ATTENTION, spin=False)
+        return self._open(bundle.ATTENTION)
 
     def maps(self, states: np.ndarray) -> np.ndarray:
         """How much CLS looks at each patch in the states [B,S*,D]: [B,heads,patches]."""

@@ -103,8 +103,8 @@ class Slots:
             np.zeros(capacity, np.int64) for _ in range(6)
         )
         self._threshold, self._lyapunov, self._deadline, self._since = (np.empty(capacity) for _ in range(4))
-        self._rows: list[np.ndarray] = [
-            *self._states, *self._logits, *self._cls_speeds, self._margin, self._speed, self._first,
+        self._rows: list[np.ndarray] = [  # all but the states
+            *self._logits, *self._cls_speeds, self._margin, self._speed, self._first,
             self._step_size, self._sizes, self._step, self._steps, self._max, self._top, self._unchanged,
             self._settled, self._threshold, self._lyapunov, self._deadline, self._since,
         ]  # fmt: skip
@@ -138,12 +138,15 @@ class Slots:
         began = self.clock()
         self._run_stem(pixels, self._states[self._side][start:end])
         self.seconds["stem"] += self.clock() - began
+        depths = [jobs[0].depth] if all(job.depth is jobs[0].depth for job in jobs) else [job.depth for job in jobs]
+        self._step_size[start:end] = self._sizes[start:end] = [depth.step_size for depth in depths]
+        self._steps[start:end] = [depth.steps for depth in depths]
+        self._max[start:end] = [depth.max_steps for depth in depths]
+        self._threshold[start:end] = [depth.threshold for depth in depths]
+        self._lyapunov[start:end] = [depth.lyapunov for depth in depths]
+        self._settled[start:end] = [depth.rule.reason for depth in depths]
+        self._deadline[start:end] = [job.deadline for job in jobs]
         for row, job in enumerate(jobs, start):
-            depth = job.depth
-            self._step_size[row] = self._sizes[row] = depth.step_size
-            self._steps[row], self._max[row] = depth.steps, depth.max_steps
-            self._threshold[row], self._lyapunov[row] = depth.threshold, depth.lyapunov
-            self._settled[row], self._deadline[row] = depth.rule.reason, job.deadline
             entry = _Entry(job, [], [])
             if job.keep in ("all", "cls"):
                 entry.take(self._states[self._side][row])
@@ -176,7 +179,12 @@ class Slots:
         if code is None:
             return []
         ended = np.flatnonzero(code >= 0)
-        outcomes = [self._outcome(row, REASONS[code[row]], readings, now) for row in ended.tolist()]
+        elapsed = (readings.step[ended] - 1) * readings.step_size[ended]
+        grown = dynamics.exponent(readings.speed[ended], readings.first_speed[ended], elapsed).tolist()
+        outcomes = [
+            self._outcome(row, REASONS[code[row]], exponent, readings, now)
+            for row, exponent in zip(ended.tolist(), grown)
+        ]
         self._compact(ended)
         return outcomes
 
@@ -264,19 +272,18 @@ class Slots:
             if entry.job.keep in ("all", "cls"):
                 entry.take(self._states[self._side][row])
 
-    def _outcome(self, row: int, reason: ExitReason, readings: Readings, now: float) -> Outcome:
-        entry, step = self._entries[row], int(readings.step[row])
+    def _outcome(self, row: int, reason: ExitReason, exponent: float, readings: Readings, now: float) -> Outcome:
+        entry = self._entries[row]
         job = entry.job
-        grown = dynamics.exponent(readings.speed[row], readings.first_speed[row], (step - 1) * job.depth.step_size)
         if job.keep == "last":
             entry.take(self._states[self._side][row])
         return Outcome(
             job,
-            step,
+            int(readings.step[row]),
             reason,
             readings.logits[row].copy(),
             float(readings.margin[row]),
-            float(grown),
+            exponent,
             now - float(self._since[row]),
             tuple(entry.trace),
             tuple(entry.kept),
@@ -297,7 +304,7 @@ class Slots:
         holes = ended[ended < left]
         movers = left + np.flatnonzero(stay[left:])
         if len(holes):
-            for array in self._rows:
+            for array in (self._states[self._side], *self._rows):  # the other side is written before it is read
                 array[holes] = array[movers]
         for hole, mover in zip(holes.tolist(), movers.tolist()):
             self._entries[hole] = self._entries[mover]

@@ -143,7 +143,7 @@ def adaptive(folder: Path, images: Images, scratch: Path) -> dict[str, Any]:
     pixels = pixels_of(model, images.subset(range(half, len(images))))
     own, full = model.depth(), model.depth(adaptive=False)
     times: dict[str, list[float]] = {"adaptive": [], "full": []}
-    for _ in range(3):
+    for _ in range(5):
         seconds, mean = sweep(model, pixels, own)
         times["adaptive"].append(seconds)
         times["full"].append(sweep(model, pixels, full)[0])
