@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -79,6 +79,20 @@ class _Entry:
         self.kept.append((state[0] if self.job.keep == "cls" else state).copy())
 
 
+class _Bound(NamedTuple):
+    """The first so many rows on one side: what a step of them is bound to, and views of what it leaves behind.
+
+    Made once and kept: cutting twenty views for every step of a single image would take a tenth as long as the step.
+    """
+
+    binding: Any
+    readings: tuple[Any, ...]  # the arguments of `Readings`
+    top: np.ndarray
+    threshold: Floats
+    max_steps: np.ndarray
+    settled: np.ndarray
+
+
 class Slots:
     """Up to `capacity` images on their way. One thread at a time may use it."""
 
@@ -109,7 +123,7 @@ class Slots:
             self._settled, self._threshold, self._lyapunov, self._deadline, self._since,
         ]  # fmt: skip
         self._entries: list[_Entry] = []
-        self._bindings: dict[tuple[int, int], Any] = {}  # (rows, side) -> the step bound to those rows
+        self._known: dict[tuple[int, int], _Bound] = {}  # by rows and side
         self._watched = 0  # jobs that keep something of every step
         self._timed = 0  # jobs with a deadline
         self._limited = 0  # jobs with a Lyapunov limit
@@ -166,14 +180,14 @@ class Slots:
         if not rows:
             return []
         began = self.clock()
-        self._run_step(rows)
+        bound = self._run_step(rows)
         now = self.clock()
         self.seconds["step"] += now - began
-        readings = self._read(rows)
+        readings = self._read(bound)
         score = self._score(readings)
         late = now >= self._deadline[:rows] if self._timed else None
         limit = self._lyapunov[:rows] if self._limited else None
-        code = decide(readings, score, self._threshold[:rows], limit, late, self._max[:rows], self._settled[:rows])
+        code = decide(readings, score, bound.threshold, limit, late, bound.max_steps, bound.settled)
         if self._watched:
             self._watch(readings, score)
         if code is None:
@@ -209,39 +223,52 @@ class Slots:
         _bind(binding.bind_output, "state", target)
         self.graphs.stem.run_with_iobinding(binding)
 
-    def _run_step(self, rows: int) -> None:
-        side, other = self._side, 1 - self._side
-        binding = self._bindings.get((rows, side))
-        if binding is None:
-            binding = self.graphs.step.io_binding()
-            _bind(binding.bind_input, "state", self._states[side][:rows])
-            _bind(binding.bind_input, "step_size", self._step_size[:rows])
-            outputs = {
-                "next_state": self._states[other], "logits": self._logits[other], "margin": self._margin,
-                "speed": self._speed, "cls_speed": self._cls_speeds[other],
-            }  # fmt: skip
-            for name, array in outputs.items():
-                _bind(binding.bind_output, name, array[:rows])
-            self._bindings[rows, side] = binding
-        self.graphs.step.run_with_iobinding(binding)
-        self._side = other
+    def _run_step(self, rows: int) -> _Bound:
+        bound = self._known.get((rows, self._side))
+        if bound is None:
+            bound = self._known[rows, self._side] = self._bind(rows, self._side, 1 - self._side)
+        self.graphs.step.run_with_iobinding(bound.binding)
+        self._side = 1 - self._side
+        return bound
 
-    def _read(self, rows: int) -> Readings:
-        here, before = self._side, 1 - self._side
-        step, logits = self._step[:rows], self._logits[here][:rows]
+    def _bind(self, rows: int, side: int, other: int) -> _Bound:
+        """A step of the first rows from one side to the other."""
+        binding = self.graphs.step.io_binding()
+        _bind(binding.bind_input, "state", self._states[side][:rows])
+        _bind(binding.bind_input, "step_size", self._step_size[:rows])
+        outputs = {
+            "next_state": self._states[other], "logits": self._logits[other], "margin": self._margin,
+            "speed": self._speed, "cls_speed": self._cls_speeds[other],
+        }  # fmt: skip
+        for name, array in outputs.items():
+            _bind(binding.bind_output, name, array[:rows])
+        arrays = (
+            self._step, self._steps, self._sizes, self._logits[other], self._logits[side], self._margin, self._speed,
+            self._cls_speeds[other], self._first, self._cls_speeds[side], self._unchanged,
+        )  # fmt: skip
+        return _Bound(
+            binding,
+            (*(array[:rows] for array in arrays), self.measured),
+            self._top[:rows],
+            self._threshold[:rows],
+            self._max[:rows],
+            self._settled[:rows],
+        )
+
+    def _read(self, bound: _Bound) -> Readings:
+        readings = Readings(*bound.readings)
+        step, unchanged = readings.step, readings.unchanged
         step += 1
         if self._fresh:
-            np.copyto(self._first[:rows], self._speed[:rows], where=step == 1)
+            np.copyto(readings.first_speed, readings.speed, where=step == 1)
             self._fresh = False
-        top, unchanged = logits.argmax(1), self._unchanged[:rows]
+        top = readings.logits.argmax(1)
         unchanged += 1
-        unchanged[top != self._top[:rows]] = 0
-        self._top[:rows] = top
-        return Readings(
-            step, self._steps[:rows], self._sizes[:rows], logits, self._logits[before][:rows], self._margin[:rows],
-            self._speed[:rows], self._cls_speeds[here][:rows], self._first[:rows], self._cls_speeds[before][:rows],
-            unchanged, self.measured,
-        )  # fmt: skip
+        changed = top != bound.top
+        if np.count_nonzero(changed):
+            unchanged[changed] = 0
+            bound.top[:] = top
+        return readings
 
     def _score(self, readings: Readings) -> Floats:
         if len(self._rules) == 1:
