@@ -154,11 +154,7 @@ def adaptive(folder: Path, images: Images, scratch: Path) -> dict[str, Any]:
     fast, slow, steps = np.array(found).T
     ratios = slow / fast
     shares = ratios * steps / full.steps
-    stem, step = (
-        model.config.architecture.macs()["stem"],
-        model.config.integration.macs_per_step(model.config.architecture),
-    )
-    mean = float(steps.mean())
+    mean, shape, way = float(steps.mean()), model.config.architecture, model.config.integration
     return {
         "images": len(pixels),
         "calibrated_on": half,
