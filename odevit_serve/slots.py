@@ -86,7 +86,7 @@ class _Bound(NamedTuple):
     """
 
     binding: Any
-    readings: tuple[Any, ...]  # the arguments of `Readings`
+    readings: tuple[np.ndarray, ...]  # the arrays of `Readings`
     top: np.ndarray
     threshold: Floats
     max_steps: np.ndarray
@@ -248,7 +248,7 @@ class Slots:
         )  # fmt: skip
         return _Bound(
             binding,
-            (*(array[:rows] for array in arrays), self.measured),
+            tuple(array[:rows] for array in arrays),
             self._top[:rows],
             self._threshold[:rows],
             self._max[:rows],
@@ -256,7 +256,7 @@ class Slots:
         )
 
     def _read(self, bound: _Bound) -> Readings:
-        readings = Readings(*bound.readings)
+        readings = Readings(*bound.readings, self.measured)
         step, unchanged = readings.step, readings.unchanged
         step += 1
         if self._fresh:

@@ -91,7 +91,8 @@ class Study:
         path, mark = self.output / "parts" / f"{name}.npz", f"{self.key}:{name}:{limit}"
         kept = _kept(path, mark)
         if kept is not None:
-            self.say(f"{name}: already there")
+            if self.place.is_main_process:
+                self.say(f"{name}: already there")
             return kept
         found = [look(batch) for batch in self._batches(name, limit)]
         found = self._gather(found)
