@@ -180,7 +180,8 @@ class Slots:
         if not rows:
             return []
         began = self.clock()
-        bound = self._run_step(rows)
+        bound = self._bound(rows)
+        self._run_step(rows)
         now = self.clock()
         self.seconds["step"] += now - began
         readings = self._read(bound)
@@ -223,16 +224,16 @@ class Slots:
         _bind(binding.bind_output, "state", target)
         self.graphs.stem.run_with_iobinding(binding)
 
-    def _run_step(self, rows: int) -> _Bound:
-        bound = self._known.get((rows, self._side))
-        if bound is None:
-            bound = self._known[rows, self._side] = self._bind(rows, self._side, 1 - self._side)
-        self.graphs.step.run_with_iobinding(bound.binding)
+    def _run_step(self, rows: int) -> None:
+        self.graphs.step.run_with_iobinding(self._bound(rows).binding)
         self._side = 1 - self._side
-        return bound
 
-    def _bind(self, rows: int, side: int, other: int) -> _Bound:
-        """A step of the first rows from one side to the other."""
+    def _bound(self, rows: int) -> _Bound:
+        """A step of the first rows, from the side they are on to the other."""
+        side, other = self._side, 1 - self._side
+        known = self._known.get((rows, side))
+        if known is not None:
+            return known
         binding = self.graphs.step.io_binding()
         _bind(binding.bind_input, "state", self._states[side][:rows])
         _bind(binding.bind_input, "step_size", self._step_size[:rows])
@@ -246,7 +247,7 @@ class Slots:
             self._step, self._steps, self._sizes, self._logits[other], self._logits[side], self._margin, self._speed,
             self._cls_speeds[other], self._first, self._cls_speeds[side], self._unchanged,
         )  # fmt: skip
-        return _Bound(
+        self._known[rows, side] = bound = _Bound(
             binding,
             tuple(array[:rows] for array in arrays),
             self._top[:rows],
@@ -254,6 +255,7 @@ class Slots:
             self._max[:rows],
             self._settled[:rows],
         )
+        return bound
 
     def _read(self, bound: _Bound) -> Readings:
         readings = Readings(*bound.readings, self.measured)
