@@ -86,7 +86,7 @@ class _Bound(NamedTuple):
     """
 
     binding: Any
-    readings: tuple[np.ndarray, ...]  # the arrays of `Readings`
+    readings: tuple[Any, ...]  # the arrays of `Readings`
     top: np.ndarray
     threshold: Floats
     max_steps: np.ndarray
@@ -258,7 +258,8 @@ class Slots:
         return bound
 
     def _read(self, bound: _Bound) -> Readings:
-        readings = Readings(*bound.readings, self.measured)
+        readings = Readings(*bound.readings)
+        readings.measured = self.measured
         step, unchanged = readings.step, readings.unchanged
         step += 1
         if self._fresh:

@@ -89,9 +89,9 @@ def validate(
     grid: list[tuple[float, float, str, str]] = []
     grid += [(n, t, used, "as they are") for t in (list(horizons) or [own.horizon]) for n in counts]
     if robustness:
-        n, t = (steps[0] if steps else own.steps), (horizons[0] if horizons else own.horizon)
-        grid += [(n, t, other, "as they are") for other in SOLVERS if other != used]
-        grid += [(n, t, used, pictures) for pictures in SPOILT]
+        count, time = (steps[0] if steps else own.steps), (horizons[0] if horizons else own.horizon)
+        grid += [(count, time, other, "as they are") for other in SOLVERS if other != used]
+        grid += [(count, time, used, pictures) for pictures in SPOILT]
     sums = torch.zeros(len(grid), 6, dtype=torch.double)
     right, answers = 0, list[Tensor]()  # of the teacher
     unreadable = Unreadable(len(images), say)
