@@ -91,7 +91,8 @@ def pick(source: str, split: str | None = None, provenance: dict[str, Any] | Non
             return splits["val"]
         if "train" not in splits:
             raise UsageError(f"{source} has no training images to draw them from, only {', '.join(splits)}")
-        return split_off(splits["train"], recipe["data"]["validation"], recipe["training"]["seed"])[1]
+        seed = recipe["data"].get("seed", recipe["training"]["seed"])
+        return split_off(splits["train"], recipe["data"]["validation"], seed)[1]
     if split and split not in splits:
         raise UsageError(f"{source} has no split {split!r}, only {', '.join(splits)}")
     return splits[split] if split else held_out(splits)

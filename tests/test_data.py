@@ -168,6 +168,9 @@ def test_validation_is_what_training_set_aside(folder: Path) -> None:
     recipe = {"data": {"use_val_split": False, "validation": 0.34}, "training": {"seed": 3}}
     aside = pick(str(folder), "validation", {"recipe": recipe})
     assert aside.names == split_off(open_splits(folder)["train"], 0.34, 3)[1].names
+    recipe["data"]["seed"] = 5
+    aside = pick(str(folder), "validation", {"recipe": recipe})
+    assert aside.names == split_off(open_splits(folder)["train"], 0.34, 5)[1].names
     recipe["data"]["use_val_split"] = True
     assert pick(str(folder), "validation", {"recipe": recipe}).names == open_splits(folder)["val"].names
     with pytest.raises(UsageError, match="does not say which images"):

@@ -64,6 +64,13 @@ def test_impossible_settings(override: str, message: str) -> None:
         read_recipe(None, [override])
 
 
+def test_patches_are_compared_at_one_size_only() -> None:
+    followed = ["teacher.source='timm:any'", "losses.patches=1"]
+    assert read_recipe(None, followed).losses.patches == 1
+    with pytest.raises(UsageError, match=r"patch by patch: teacher\.image_size"):
+        read_recipe(None, [*followed, "teacher.image_size=64"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -66,6 +67,24 @@ def test_other_picture_and_patch_sizes_are_resampled(weights: Path) -> None:
     teacher = load_teacher(Teaching(weights=str(weights)), shape)
     assert teacher(torch.randn(1, 3, 24, 24)).shape == (1, 7)
     assert teacher.vit.pos_embed.shape == (1, 10, 64)
+
+
+@torch.no_grad()
+def test_a_teacher_can_see_the_pictures_in_a_size_of_its_own(weights: Path) -> None:
+    shape = dataclasses.replace(SHAPE, image_size=8)
+    plain = load_teacher(Teaching(weights=str(weights)), SHAPE).eval()
+    teacher = load_teacher(Teaching(weights=str(weights), image_size=16), shape).eval()
+    small = torch.randn(2, 3, 8, 8)
+    large = torch.nn.functional.interpolate(small, (16, 16), mode="bicubic", antialias=True)
+    torch.testing.assert_close(teacher(small), plain(large))
+    torch.testing.assert_close(teacher.states(small)[-1], plain.states(large)[-1])
+    torch.testing.assert_close(teacher(large), plain(large))  # already of its size
+    student = ODEViT(Config(shape, Integration(3.0, 3), Preprocessing((3, 8, 8))))
+    teacher.vit.pos_embed[:, 1:] = 3.0
+    copy_into(teacher, student)
+    assert student.position.shape == (1, 5, 64)
+    torch.testing.assert_close(student.position[:, 1:], torch.full((1, 4, 64), 3.0))
+    torch.testing.assert_close(student.position[:, :1], teacher.vit.pos_embed[:, :1])
 
 
 def test_students_copies_are_equal_frozen_and_its_own(weights: Path) -> None:

@@ -21,8 +21,11 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import cli
-from odevit_serve.bundle import read_config
+from odevit_serve.bundle import Preprocessing, read_config
+from odevit_serve.train.data import Pictures
 from odevit_serve.train.model import ODEViT
+from odevit_serve.train.recipe import read_recipe
+from odevit_serve.train.run import read_data
 from odevit_serve.train.start import missed
 
 SMALL = [
@@ -315,6 +318,18 @@ def test_a_stem_of_convolutions_is_trained_resumed_and_started_from(data: Path, 
     done = command("train", data, *SMALL, *stem, *again, *narrow, "-o", tmp_path / "other", check=False)
     assert done.returncode == 2
     assert "cannot become the recipe's model (see psi.mlp." in done.stderr
+
+
+def test_another_seed_shows_other_views_and_sets_the_same_images_aside(data: Path) -> None:
+    asked = [f"data.source='{data}'", "data.limit=100"]
+    one, two, three = (
+        read_data(read_recipe(None, [*asked, *more]))
+        for more in ([], ["training.seed=1"], ["training.seed=1", "data.seed=1"])
+    )
+    assert [part.names for part in one] == [part.names for part in two]
+    assert one[1].names != three[1].names
+    first, second = (Pictures(one[0], Preprocessing((3, 16, 16)), "crop-flip", seed) for seed in (0, 1))
+    assert any(not torch.equal(first[row][0], second[row][0]) for row in range(8))
 
 
 def test_a_start_from_a_smaller_bundle_keeps_what_it_knows(data: Path, tmp_path: Path) -> None:

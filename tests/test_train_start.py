@@ -15,8 +15,10 @@ from odevit_serve.train.start import missed, start_from, with_norms
 
 def other_shape(**changes: object) -> ODEViT:
     config = tiny_model().config
+    shape = dataclasses.replace(config.architecture, **changes)
+    spec = dataclasses.replace(config.preprocessing, input_size=(3, shape.image_size, shape.image_size))
     torch.manual_seed(1)
-    return ODEViT(config.replace(architecture=dataclasses.replace(config.architecture, **changes))).eval()
+    return ODEViT(config.replace(architecture=shape, preprocessing=spec)).eval()
 
 
 @pytest.mark.parametrize("ratio", [2.0, 3.0, 4.5])
@@ -63,6 +65,17 @@ def test_norms_change_nothing_at_first() -> None:
         torch.testing.assert_close(normed.eval()(pixels[0]), model.patch(pixels[0]), atol=1e-4, rtol=1e-4)
         whole = torch.cat(pixels)  # in training, the statistics of this very batch are undone
         torch.testing.assert_close(normed.train()(whole), model.patch(whole), atol=1e-2, rtol=1e-2)
+
+
+@torch.no_grad()
+def test_pictures_of_another_size_keep_all_but_the_grid() -> None:
+    old, new = stack(8), other_shape(stem="convolutions", stem_width=8, image_size=32)
+    old.position[:, 1:] = torch.arange(old.config.architecture.width)
+    assert start_from(new, old)  # the stem is the same, for larger pictures
+    torch.testing.assert_close(new.position[:, 0], old.position[:, 0])
+    torch.testing.assert_close(new.position[:, 1:], old.position[:, 1:2].expand(-1, 64, -1))
+    torch.testing.assert_close(new.patch.state_dict(), old.patch.state_dict())
+    torch.testing.assert_close(new.psi.state_dict(), old.psi.state_dict())
 
 
 def test_new_units_can_learn() -> None:

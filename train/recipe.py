@@ -27,6 +27,7 @@ class Data:
     source: str = ""  # image folder, zip file, CIFAR folder or .npz, or hf:NAME
     validation: float = 0.1  # part of the training images that chooses the model, where there is no own split
     use_val_split: bool = True  # choose on the data's own `val` split, if it has one
+    seed: int = 0  # which images are split off, or left by `limit`: that of the run whose bundle a run starts from
     augment: str = "crop-flip"  # one of data.AUGMENTATIONS
     limit: int = 0  # use this many training images only
     workers: int = -1  # processes that decode pictures; -1: none for arrays, else one a core
@@ -37,6 +38,7 @@ class Teaching:
     source: str = ""  # timm:NAME, hf:NAME, or empty with `weights`; both empty: train from scratch
     weights: str = ""  # local safetensors file in timm's names
     head: str = "own"  # own | probe | finetune
+    image_size: int = 0  # it sees the student's pictures resized to this many pixels a side; 0: as they are
     classes: tuple[str, ...] = ()  # cut the teacher's own head down to these of its classes
     epochs: int = 5  # of probe or fine-tuning
     lr: float = 3e-4
@@ -151,6 +153,8 @@ class Recipe:
             raise UsageError("training.random_depth and training.random_resolution exclude each other")
         if self.teacher.views and self.losses.patches:
             raise UsageError("teacher.views keeps CLS states only, so it cannot serve losses.patches")
+        if self.teacher.image_size and self.losses.patches:
+            raise UsageError("losses.patches compares patch by patch: teacher.image_size must be the student's")
         followed = [name for name in ("trajectory", "patches", "distillation") if getattr(self.losses, name)]
         if followed and not self.teacher.used:
             raise UsageError(f"losses.{followed[0]} follows a teacher: name one with --teacher or --teacher-weights")

@@ -155,9 +155,9 @@ def read_data(recipe: Recipe) -> tuple[Images, Images]:
     if "val" in splits and recipe.data.use_val_split:
         validation = splits["val"]
     else:
-        learning, validation = split_off(learning, recipe.data.validation, recipe.training.seed)
+        learning, validation = split_off(learning, recipe.data.validation, recipe.data.seed)
     if 0 < recipe.data.limit < len(learning):
-        learning = sample(learning, recipe.data.limit, recipe.training.seed)
+        learning = sample(learning, recipe.data.limit, recipe.data.seed)
     return learning, validation
 
 

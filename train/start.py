@@ -1,7 +1,8 @@
 """Starting from another bundle, of the same shape or a smaller one: what was learned is kept, what is new is added.
 
 A wider MLP or a wider stem begins by giving what the narrower one gave, since its new units have no say yet. A stem of
-another shape first learns to give what that of the other bundle gives, which needs neither psi nor a teacher.
+another shape first learns to give what that of the other bundle gives, which needs neither psi nor a teacher. For
+pictures of another size, the position embedding is resampled.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from ..bundle import Architecture
@@ -33,6 +35,7 @@ def start_from(student: ODEViT, other: ODEViT) -> bool:
     kept = _holds(wanted.architecture, given.architecture)
     if not kept:
         state = {k: v for k, v in state.items() if not k.startswith("patch.")}
+    state["position"] = resample_abs_pos_embed(state["position"], [wanted.architecture.grid] * 2)
     stem = {k: (0, 1)[: state[k].dim()] for k in state if k.startswith("patch.")}  # outputs, and inputs of a kernel
     for name, axes in (GROWN | stem).items():
         if name in state and name in own:
@@ -46,10 +49,10 @@ def start_from(student: ODEViT, other: ODEViT) -> bool:
 
 
 def _holds(wanted: Architecture, given: Architecture) -> bool:
-    """Whether the one stem is the other, perhaps with more channels between its layers."""
+    """Whether the one stem is the other, perhaps with more channels between its layers or for larger pictures."""
     pairs = list(zip(wanted.convolutions(), given.convolutions()))
     same = wanted.stem == given.stem and len(wanted.convolutions()) == len(given.convolutions()) == len(pairs)
-    return same and all(new[2:] == old[2:] and new[0] >= old[0] and new[1] >= old[1] for new, old in pairs)
+    return same and all(new[2:4] == old[2:4] and new[0] >= old[0] and new[1] >= old[1] for new, old in pairs)
 
 
 def _grown(old: Tensor, fresh: Tensor, axes: tuple[int, ...]) -> Tensor:

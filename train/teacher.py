@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from timm.layers import LayerScale
+from timm.layers import LayerScale, resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -35,12 +36,19 @@ class Teacher(nn.Module):
         self.vit, self.facts, self.preprocessing = vit, facts, preprocessing
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        logits: Tensor = self.vit(pixel_values)
+        logits: Tensor = self.vit(self.sized(pixel_values))
         return logits
+
+    def sized(self, pixel_values: Tensor) -> Tensor:
+        """The pictures in the size that the teacher is for."""
+        own: Any = self.vit.patch_embed.img_size
+        if pixel_values.shape[-2:] == own:
+            return pixel_values
+        return F.interpolate(pixel_values, own, mode="bicubic", antialias=True)
 
     def hidden(self, pixel_values: Tensor) -> list[Tensor]:
         """States [B,1+M,D] after the embedding and after each layer."""
-        states = [self.vit._pos_embed(self.vit.patch_embed(pixel_values))]
+        states = [self.vit._pos_embed(self.vit.patch_embed(self.sized(pixel_values)))]
         for block in self.vit.blocks:
             states.append(block(states[-1]))
         return states
@@ -62,7 +70,8 @@ class Teacher(nn.Module):
 
 
 def load_teacher(spec: Teaching, shape: Architecture) -> Teacher:
-    """The teacher a recipe names, with patch kernel and position embedding resampled to the student's picture."""
+    """The teacher a recipe names, with patch kernel and position embedding resampled to the student's patches."""
+    shape = dataclasses.replace(shape, image_size=spec.image_size or shape.image_size)
     if spec.weights:
         teacher = _from_file(Path(spec.weights), shape, spec.drop_path)
     elif spec.source.startswith("timm:"):
@@ -269,7 +278,7 @@ def copy_into(teacher: Teacher, student: ODEViT, warm_start: int = -1) -> None:
             bias: Any = student.patch.bias
             bias.copy_(proj.bias if proj.bias is not None else torch.zeros_like(bias))
         student.cls.copy_(vit.cls_token)
-        student.position.copy_(vit.pos_embed)
+        student.position.copy_(resample_abs_pos_embed(vit.pos_embed, [shape.grid] * 2))
         head = vit.head
         if head.out_features != shape.classes:
             raise UsageError(f"the teacher's head has {head.out_features} classes, the student's {shape.classes}")
