@@ -143,6 +143,10 @@ def test_bad_bundles(folder: Path, tiny_bundle: Path, tmp_path: Path) -> None:
     got = run("predict", empty, "-m", tiny_bundle)
     assert (got.returncode, got.stderr.count("\n")) == (1, 1)
     assert "no pictures in" in got.stderr
+    got = run("predict", empty, folder / "0.png", "-m", tiny_bundle, "--jsonl")
+    assert (got.returncode, got.stderr.count("\n")) == (1, 1)  # the picture is answered all the same
+    assert f"no pictures in {empty}" in got.stderr
+    assert json.loads(got.stdout)["source"] == str(folder / "0.png")
 
 
 def test_calibrate_then_predict(tiny_bundle: Path, folder: Path, tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def predict(
         "steps": steps, "max_steps": max_steps, "rule": rule, "threshold": threshold, "kappa": kappa,
         "adaptive": not no_adaptive,
     }  # fmt: skip
-    results = loaded.stream(_sources(paths), trace=trace is not None, attention=attention is not None, **settings)
+    empty: list[str] = []
+    results = loaded.stream(_sources(paths, empty), trace=trace is not None, attention=attention is not None, **settings)
     kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
     writer = _WRITERS[kind](sys.stdout, top)
     keeper = _Keeper(loaded, attention, trace, kappa)
@@ -70,22 +71,28 @@ def predict(
             writer.write(result)
             advance()
     writer.close()
+    if empty:
+        failures.append(f"no pictures in {', '.join(empty)} ({', '.join(sorted(images.SUFFIXES))})")
     if failures:
         for message in failures:
             say(message)
         if len(failures) > 1:
             say(f"{len(failures)} inputs could not be answered")
         raise typer.Exit(1)
-    if not writer.count:
-        raise UserError(f"no pictures in {', '.join(paths)} ({', '.join(sorted(images.SUFFIXES))})")
     keeper.report()
 
 
-def _sources(paths: list[str]) -> Iterator[Any]:
+def _sources(paths: list[str], empty: list[str]) -> Iterator[Any]:
+    """What the arguments stand for; folders that hold no picture are added to `empty`."""
     from .. import images
 
-    for path in images.walk(paths):
-        yield _stdin if path == "-" else path
+    for argument in paths:
+        found = False
+        for path in images.walk([argument]):
+            found = True
+            yield _stdin if path == "-" else path
+        if not found:
+            empty.append(argument)
 
 
 class _StandardInput:
