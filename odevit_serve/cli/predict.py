@@ -57,7 +57,9 @@ def predict(
         "adaptive": not no_adaptive,
     }  # fmt: skip
     empty: list[str] = []
-    results = loaded.stream(_sources(paths, empty), trace=trace is not None, attention=attention is not None, **settings)
+    results = loaded.stream(
+        _sources(paths, empty), trace=trace is not None, attention=attention is not None, **settings
+    )
     kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
     writer = _WRITERS[kind](sys.stdout, top)
     keeper = _Keeper(loaded, attention, trace, kappa)
