@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from odevit_serve.bundle import Preprocessing
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.train.presets import PRESETS
 from odevit_serve.train.recipe import RECIPES, read_recipe
@@ -53,6 +54,7 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         ("data.augment=cutmix", "'cutmix': choose one of"),
         ("losses.trajectory=1", "losses.trajectory follows a teacher"),
         ("losses.cross_entropy=0", "nothing to learn from"),
+        ("data.crop_pct=1.5", "from 0 to 1, not 1.5"),
         ("training.mixup=-1", "must be 0 or more, not -1"),
         ("training.step_jitter=1", "from 0 to below 1, not 1"),
         ("training.random_depth=[9,3]", r"two rising numbers from 1 on, not \[9, 3\]"),
@@ -62,6 +64,12 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
 def test_impossible_settings(override: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_recipe(None, [override])
+
+
+def test_the_middle_that_is_judged_is_the_teachers_unless_asked() -> None:
+    teachers = Preprocessing((3, 224, 224), crop_pct=0.9)
+    assert read_recipe(None).model(2, ("a", "b"), teachers).preprocessing.crop_pct == 0.9
+    assert read_recipe(None, ["data.crop_pct=0.8"]).model(2, ("a", "b"), teachers).preprocessing.crop_pct == 0.8
 
 
 def test_patches_are_compared_at_one_size_only() -> None:

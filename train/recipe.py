@@ -28,6 +28,7 @@ class Data:
     validation: float = 0.1  # part of the training images that chooses the model, where there is no own split
     use_val_split: bool = True  # choose on the data's own `val` split, if it has one
     seed: int = 0  # which images are split off, or left by `limit`: that of the run whose bundle a run starts from
+    crop_pct: float = 0.0  # side of the middle that is judged, a part of the picture's; 0: as the teacher says
     augment: str = "crop-flip"  # one of data.AUGMENTATIONS
     limit: int = 0  # use this many training images only
     workers: int = -1  # processes that decode pictures; -1: none for arrays, else one a core
@@ -145,6 +146,8 @@ class Recipe:
         ):
             if pair and (len(pair) != 2 or not 1 <= pair[0] <= pair[1]):
                 raise UsageError(f"training.{where} must be two rising numbers from 1 on, not {list(pair)}")
+        if not 0 <= self.data.crop_pct <= 1:
+            raise UsageError(f"data.crop_pct must be from 0 to 1, not {self.data.crop_pct}")
         if self.training.mixup < 0:
             raise UsageError(f"training.mixup must be 0 or more, not {self.training.mixup}")
         if not 0 <= self.training.step_jitter < 1:
@@ -170,7 +173,8 @@ class Recipe:
             Integration, {**dataclasses.asdict(preset.integration), **self.integration}, "integration"
         )
         size = (architecture.channels, architecture.image_size, architecture.image_size)
-        transform = dataclasses.replace(preprocessing or preset.preprocessing, input_size=size)
+        given = preprocessing or preset.preprocessing
+        transform = dataclasses.replace(given, input_size=size, crop_pct=self.data.crop_pct or given.crop_pct)
         return Config(architecture, integration, transform, labels, name=self.name or self.preset, teacher=None)
 
     def to_dict(self) -> dict[str, Any]:
