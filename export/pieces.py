@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import bundle
 from ..train.model import ODEViT
 from .graph import Advance, Answer, ClsAttention, Folded, Stem, Step
-from .onnx import trace, write_metadata
+from .onnx import halve, trace, write_metadata
 
 STEP_OUTPUTS = ("next_state", "logits", "margin", "speed", "cls_speed")
 
@@ -63,6 +63,7 @@ def write_parts(folder: Path) -> list[Path]:
     model = ODEViT.from_pretrained(folder)
     graphs = Pieces(Folded(model)).parts()
     for name, graph in graphs.items():
+        halve(graph)
         write_metadata(graph, model.config, format="parts", part=name.removesuffix(".onnx"), precision="fp32")
         with bundle.atomic(folder / name) as path:
             onnx.save(graph, path)

@@ -14,7 +14,7 @@ from conftest import tiny_model
 
 from odevit_serve.bundle import METADATA_KEY, SOLVERS, SPLITTINGS, Config, Integration
 from odevit_serve.export.graph import Folded
-from odevit_serve.export.onnx import assemble, every_graph, write_metadata
+from odevit_serve.export.onnx import assemble, every_graph, halve, write_metadata
 from odevit_serve.export.pieces import Pieces
 from odevit_serve.export.unrolled import unrolled
 from odevit_serve.train.model import ODEViT
@@ -50,6 +50,31 @@ def test_a_stem_of_convolutions_is_exported_too() -> None:
     (found,) = session.run(["logits"], {"pixel_values": images.numpy()})
     with torch.no_grad():
         np.testing.assert_allclose(found, model(images), atol=1e-4)
+
+
+def test_weights_that_float16_holds_are_stored_in_it_and_nothing_changes() -> None:
+    model = tiny_model(stem="convolutions")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.half().float())
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1)).numpy()
+    graph = Pieces(Folded(model)).stem()
+    before = graph.ByteSize()
+    exact = next(t for t in graph.graph.initializer if t.name.endswith("patch.2.weight"))
+    rough = next(t for t in graph.graph.initializer if t.name.endswith("patch.4.weight"))
+    value = onnx.numpy_helper.to_array(rough) * np.float32(1.001)  # no longer among float16's numbers
+    rough.CopyFrom(onnx.numpy_helper.from_array(value, rough.name))
+    wanted = onnxruntime.InferenceSession(graph.SerializeToString())
+    name, kept = exact.name, rough.name
+    halve(graph, least=16)
+    onnx.checker.check_model(graph, full_check=True)
+    kinds = {t.name: t.data_type for t in graph.graph.initializer}
+    assert (kinds[f"{name}.half"], kinds[kept]) == (onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT)
+    assert graph.ByteSize() < before
+    found = onnxruntime.InferenceSession(graph.SerializeToString())
+    for session in (wanted, found):
+        assert [i.name for i in session.get_inputs()] == ["pixel_values"]
+    np.testing.assert_array_equal(*(s.run(None, {"pixel_values": images})[0] for s in (wanted, found)))
 
 
 def test_names_and_shapes_are_those_promised() -> None:
