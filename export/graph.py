@@ -78,7 +78,15 @@ class FoldedAttention(nn.Module):
     def cls_map(self, x: Tensor) -> Tensor:
         """How much CLS looks at every token: [B,H,S]."""
         parts = self._split(x)
-        return self.scores(parts[0][:, :, :1], parts[-2]).softmax(-1)[:, :, 0]
+        return self.scores(parts[0][:, :, :1], parts[0 if self.tied else 1]).softmax(-1)[:, :, 0]
+
+    def drop_values(self) -> None:
+        """Keep what maps are made of: `cls_map` still works, `forward` no longer."""
+        width = self.output.weight.shape[0]
+        weight, bias = self.project.weight, self.project.bias
+        assert bias is not None
+        self.project.weight = nn.Parameter(weight[:, :-width].contiguous(), requires_grad=False)
+        self.project.bias = nn.Parameter(bias[:-width].contiguous(), requires_grad=False)
 
     def _split(self, x: Tensor) -> Tensor:
         parts = self.project(x).unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
@@ -212,7 +220,8 @@ class Step(nn.Module):
 class ClsAttention(nn.Module):
     def __init__(self, folded: Folded):
         super().__init__()
-        self.folded = folded
+        self.folded = copy.deepcopy(folded)
+        self.folded.attention.drop_values()
 
     def forward(self, state: Tensor) -> Tensor:
         return self.folded.cls_attention(state)

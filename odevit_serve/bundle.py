@@ -31,7 +31,7 @@ METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .on
 SOLVERS = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}  # name -> evaluations of psi a step
 SPLITTINGS = ("parallel", "lie", "strang")
 ATTENTIONS = ("dot", "l2")
-STEMS = ("patch", "convolutions")
+STEMS = ("patch", "convolutions", "deep")
 
 
 def _choice(value: str, known: typing.Iterable[str], what: str) -> None:
@@ -53,7 +53,7 @@ class Architecture:
     attention: str = "dot"
     convolution: int = 0  # kernel of the depthwise convolution on the patch grid inside F; 0 leaves it out
     channels: int = 3
-    stem: str = "patch"  # patch: the teacher's patch embedding; convolutions: a small stack of them, trained
+    stem: str = "patch"  # patch: the teacher's patch embedding; convolutions, deep: a stack of them, trained
     stem_width: int = 0  # channels that enter the last convolution of a stack; 0: half of the width
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Architecture:
         _choice(self.stem, STEMS, "stem")
         if self.stem_width < 0:
             raise UsageError(f"stem_width must be 0 or more, not {self.stem_width}")
-        if self.stem == "convolutions" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
+        if self.stem != "patch" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
             raise UsageError(
                 f"a stem of convolutions halves the picture: patch_size {self.patch_size} is no power of 2"
             )
@@ -99,16 +99,26 @@ class Architecture:
         """The stem: (inputs, outputs, kernel, stride, side of the output) of each convolution.
 
         A stack halves the picture with kernels of 3, doubling the channels up to `stem_width`, with one more of
-        stride 1 before the last, which leads to the width of the model.
+        stride 1 before the last, which leads to the width of the model. A deep one looks at the whole picture first,
+        has one more after each halving, and ends in a kernel of 1.
         """
         if self.stem == "patch":
             return [(self.channels, self.width, self.patch_size, self.patch_size, self.grid)]
-        layers, inputs, side, halvings = [], self.channels, self.image_size, self.patch_size.bit_length() - 1
+        side, halvings, wide = self.image_size, self.patch_size.bit_length() - 1, self.stem_width or self.width // 2
+        if self.stem == "deep":
+            inputs = max(1, wide >> halvings)
+            layers = [(self.channels, inputs, 3, 1, side)]
+            for left in range(halvings - 1, -1, -1):
+                outputs, side = max(1, wide >> left), side // 2
+                layers += [(inputs, outputs, 3, 2, side), (outputs, outputs, 3, 1, side)]
+                inputs = outputs
+            return [*layers, (inputs, self.width, 1, 1, side)]
+        layers, inputs = [], self.channels
         for left in range(halvings - 1, -1, -1):
             if not left and halvings > 1:
                 layers.append((inputs, inputs, 3, 1, side))
             side //= 2
-            outputs = max(1, (self.stem_width or self.width // 2) >> (left - 1)) if left else self.width
+            outputs = max(1, wide >> (left - 1)) if left else self.width
             layers.append((inputs, outputs, 3, 2, side))
             inputs = outputs
         return layers

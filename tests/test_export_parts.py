@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -42,6 +43,12 @@ def test_parts_follow_the_torch_trajectory(
             np.testing.assert_allclose(cls_speed, point.velocity[:, 0].norm(dim=1), rtol=1e-4)
         (attention,) = run["attention"].run(None, {"state": state})
         np.testing.assert_allclose(attention, model.cls_attention(point.state), atol=1e-5)
+
+
+def test_the_map_carries_no_values(tiny_bundle: Path) -> None:
+    shapes = [list(tensor.dims) for tensor in onnx.load(tiny_bundle / "attention.onnx").graph.initializer]
+    assert [24, 48] in shapes
+    assert [24, 72] not in shapes
 
 
 def _margin(model: ODEViT, cls: torch.Tensor) -> torch.Tensor:

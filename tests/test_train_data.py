@@ -57,14 +57,24 @@ def test_augmentation_is_a_function_of_seed_epoch_and_image(augment: str) -> Non
         assert any(not torch.equal(variants[0], other) for other in variants[1:])
 
 
-def test_views_come_back() -> None:
+def view_at(pictures: Pictures, epoch: int) -> torch.Tensor:
+    pictures.epoch = epoch
+    return pictures[0][0]
+
+
+def test_views_come_back_mirrored_every_second_time() -> None:
     pictures = Pictures(images(), SPEC, "crop-flip", views=3)
-    seen = []
-    for epoch in (1, 2, 4):
-        pictures.epoch = epoch
-        seen.append(pictures[0][0])
-    torch.testing.assert_close(seen[0], seen[2], rtol=0, atol=0)
-    assert not torch.equal(seen[0], seen[1])
+    first, other, again, later = (view_at(pictures, epoch) for epoch in (1, 2, 4, 7))
+    torch.testing.assert_close(again, first.flip(-1), rtol=0, atol=0)
+    torch.testing.assert_close(later, first, rtol=0, atol=0)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(("augment", "views"), [("none", 3), (None, 3), ("crop-flip", 0)])
+def test_nothing_is_mirrored_that_was_not_asked_for(augment: str | None, views: int) -> None:
+    pictures = Pictures(images(), SPEC, augment, views=views)
+    fresh = Pictures(images(), SPEC, augment)
+    torch.testing.assert_close(view_at(pictures, 4), view_at(fresh, 4), rtol=0, atol=0)
 
 
 def test_reading_does_not_disturb_the_global_random_state() -> None:

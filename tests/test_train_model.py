@@ -53,7 +53,7 @@ def test_every_projection_starts_with_spectral_norm_one(kind: str) -> None:
 
 
 def test_parameters_and_macs_are_those_counted_by_hand() -> None:
-    stems = ({"stem": "convolutions"}, {"stem": "convolutions", "stem_width": 5})
+    stems = ({"stem": "convolutions"}, {"stem": "convolutions", "stem_width": 5}, {"stem": "deep", "stem_width": 6})
     for changes in ({}, {"convolution": 3}, {"attention": "l2"}, *stems):
         model = make(**changes)
         counted = model.config.architecture.parameters()
@@ -61,6 +61,18 @@ def test_parameters_and_macs_are_those_counted_by_hand() -> None:
         model.patch.requires_grad_(False)  # a stack of convolutions is trained, but is no part of psi
         assert sum(p.numel() for p in model.parameters() if p.requires_grad) == counted["psi"]
         assert sum(p.numel() for p in model.parameters() if not p.requires_grad) == counted["rest"]
+
+
+def test_a_deep_stem_is_the_one_described() -> None:
+    """One look at the whole picture, a pair of convolutions for each halving, and a kernel of 1."""
+    assert Architecture(32, 4, 192, stem="deep", stem_width=128).convolutions() == [
+        (3, 32, 3, 1, 32),
+        (32, 64, 3, 2, 16),
+        (64, 64, 3, 1, 16),
+        (64, 128, 3, 2, 8),
+        (128, 128, 3, 1, 8),
+        (128, 192, 1, 1, 8),
+    ]
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -185,9 +197,10 @@ def test_settings_at_call_time_override_the_bundles(tmp_path: Path) -> None:
         torch.testing.assert_close(model(pixels), asked, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stem", ["convolutions", "deep"])
 @torch.no_grad()
-def test_batch_norms_of_a_stem_are_folded_when_it_is_saved(tmp_path: Path) -> None:
-    model = make(stem="convolutions")
+def test_batch_norms_of_a_stem_are_folded_when_it_is_saved(stem: str, tmp_path: Path) -> None:
+    model = make(stem=stem)
     images = torch.randn(8, 3, 16, 16)
     assert isinstance(model.patch, nn.Sequential)
     model.patch = normalised(model.patch).train()

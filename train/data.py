@@ -81,6 +81,7 @@ class Pictures(Dataset[tuple[Tensor, int, int, str]]):
     def __init__(self, images: Images, spec: Preprocessing, augment: str | None = None, seed: int = 0, views: int = 0):
         self.images, self.seed, self.views = images, seed, views
         self.random = augment is not None
+        self.flips = augment not in (None, "none")
         self.transform = transform(spec, augment)
         self.epoch = 0
 
@@ -91,6 +92,11 @@ class Pictures(Dataset[tuple[Tensor, int, int, str]]):
     def view(self) -> int:
         """Which augmented view of the images this epoch shows: a new one each time, or one of `views`."""
         return self.epoch % self.views if self.views else self.epoch
+
+    @property
+    def mirrored(self) -> bool:
+        """Every second time that a remembered view comes round it is mirrored: what was said of it still holds."""
+        return self.flips and bool(self.views) and self.epoch // self.views % 2 == 1
 
     def __getitem__(self, row: int) -> tuple[Tensor, int, int, str]:
         problem = ""
@@ -106,7 +112,8 @@ class Pictures(Dataset[tuple[Tensor, int, int, str]]):
                 return self.transform(picture), label, row, problem
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(_mix(self.seed, self.view, index))  # not the GPUs': 3 ms an image
-                return self.transform(picture), label, row, problem
+                pixels = self.transform(picture)
+            return pixels.flip(-1) if self.mirrored else pixels, label, row, problem
         raise UserError("none of the images can be read")
 
 
