@@ -95,7 +95,7 @@ class Pictures(Dataset[tuple[Tensor, int, int, str]]):
 
     @property
     def mirrored(self) -> bool:
-        """Every second time that a remembered view comes round it is mirrored: what was said of it still holds."""
+        """Every second time that a remembered view comes round it is mirrored: what was said of it is taken to hold."""
         return self.flips and bool(self.views) and self.epoch // self.views % 2 == 1
 
     def __getitem__(self, row: int) -> tuple[Tensor, int, int, str]:
