@@ -50,6 +50,25 @@ def test_patches_leave_cls_and_registers_out(student: ODEViT) -> None:
     assert LOSSES["patches"](scene(student, [state], {1: 12}, target)).item() == pytest.approx(4.0)
 
 
+def test_hints_are_what_a_linear_map_does_not_read_off_the_patches(student: ODEViT) -> None:
+    """The student holds the teacher's patches, turned: its inverse reads all of them, a map to zero none."""
+    target = torch.randn(2, 4, 12) * torch.logspace(-2, 2, 12) + 3
+    turn, _ = torch.linalg.qr(torch.randn(12, 12))
+    state = constant(100.0)
+    state[:, 1:5] = target @ turn.mT
+    spread, middle = torch.std_mean(target, (0, 1))
+    reader = torch.nn.Linear(12, 12)
+    student.hints["8"] = reader
+    view = scene(student, [state, constant(7.0)], {1: 8}, Target({}, torch.zeros(2, 4), {8: target}))
+    with torch.no_grad():
+        reader.weight.copy_(turn.mT / spread.unsqueeze(1))
+        reader.bias.copy_(-middle / spread)
+        assert LOSSES["hints"](view).item() == pytest.approx(0.0, abs=1e-6)
+        reader.weight.zero_()
+        reader.bias.zero_()
+    assert LOSSES["hints"](view).item() == pytest.approx(7 / 8)  # eight patches: the unbiased variance is 1
+
+
 def test_jasmin_of_rows_worked_out_by_hand() -> None:
     """Rows (0.5, 0.3, 0.2) and (0.4, 0.35, 0.25), rank 2: log(g1/g2) is larger for the first."""
     maps = torch.tensor([[[[0.5, 0.3, 0.2], [0.25, 0.4, 0.35]]]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from odevit_serve.train.data import Batch
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.objectives import Distillation, FineTuning
 from odevit_serve.train.recipe import Training
-from odevit_serve.train.teacher import Teacher
+from odevit_serve.train.teacher import Memory, Teacher
 
 SHAPE = Architecture(16, 4, 24, 3, 2.0, 5, 1, convolution=3)
 PIXELS = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(5))
@@ -124,8 +125,13 @@ def test_fine_tuning_is_cross_entropy(teacher: Teacher) -> None:
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(teacher(PIXELS), LABELS, label_smoothing=0.1))
 
 
-def test_mixed_images_are_asked_for_the_mixed_answer(teacher: Teacher) -> None:
+@pytest.mark.parametrize("remembered", [True, False])
+def test_mixed_images_are_asked_for_what_the_teacher_says_of_them(
+    teacher: Teacher, remembered: bool, tmp_path: Path
+) -> None:
+    """Answers it remembers are mixed alike; a teacher that answers live is shown the mixture."""
     which = objective({"cross_entropy": 1.0, "distillation": 1.0}, teacher, mixup=0.5, distillation_temperature=3.0)
+    which.memory = Memory(tmp_path, 4, 1, 1, 24, 5) if remembered else None
     batch = Batch(PIXELS, LABELS, torch.arange(4), [])
     pixels, labels, target, *_ = which.prepare(batch, 0, 7)
     share = labels.gather(1, LABELS.unsqueeze(1)).squeeze(1)  # four classes: each label's share is its image's
@@ -135,9 +141,10 @@ def test_mixed_images_are_asked_for_the_mixed_answer(teacher: Teacher) -> None:
     wide = share.view(-1, 1, 1, 1)
     torch.testing.assert_close(pixels, wide * PIXELS + (1 - wide) * PIXELS.flip(0))
     soft = (teacher(PIXELS) / 3).softmax(-1)
-    wanted = share.unsqueeze(1) * soft + (1 - share.unsqueeze(1)) * soft.flip(0)
-    assert target is not None
-    torch.testing.assert_close((target.logits / 3).softmax(-1), wanted)
+    mixed = share.unsqueeze(1) * soft + (1 - share.unsqueeze(1)) * soft.flip(0)
+    shown = (teacher(pixels) / 3).softmax(-1)
+    assert target is not None and not torch.allclose(mixed, shown)
+    torch.testing.assert_close((target.logits / 3).softmax(-1), mixed if remembered else shown)
     unmixed = objective({"cross_entropy": 1.0}, teacher).prepare(batch, 0, 7)
     torch.testing.assert_close(unmixed[0], PIXELS, rtol=0, atol=0)
 

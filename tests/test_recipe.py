@@ -72,9 +72,12 @@ def test_the_middle_that_is_judged_is_the_teachers_unless_asked() -> None:
     assert read_recipe(None, ["data.crop_pct=0.8"]).model(2, ("a", "b"), teachers).preprocessing.crop_pct == 0.8
 
 
-def test_patches_are_compared_at_one_size_only() -> None:
-    followed = ["teacher.source='timm:any'", "losses.patches=1"]
-    assert read_recipe(None, followed).losses.patches == 1
+@pytest.mark.parametrize("loss", ["patches", "hints"])
+def test_patches_are_compared_at_one_size_only_and_not_remembered(loss: str) -> None:
+    followed = ["teacher.source='timm:any'", f"losses.{loss}=1"]
+    assert getattr(read_recipe(None, followed).losses, loss) == 1
+    with pytest.raises(UsageError, match=rf"cannot serve losses\.{loss}"):
+        read_recipe(None, [*followed, "teacher.views=2"])
     with pytest.raises(UsageError, match=r"patch by patch: teacher\.image_size"):
         read_recipe(None, [*followed, "teacher.image_size=64"])
 

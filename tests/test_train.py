@@ -171,10 +171,13 @@ def test_a_folder_of_unlabelled_pictures_is_enough(data: Path, teacher: Path, tm
         Image.fromarray(pixels).save(folder / f"{i}.png")
     (folder / "broken.png").write_bytes(b"\x89PNG broken")
     words = ["train", folder, *SMALL, "--teacher-weights", teacher, "--self-supervised", "--epochs", "3"]
+    words += ["--set", "losses.hints=0.5"]
     done = command(*words, "-o", tmp_path / "run")
     assert "unreadable, left out: broken.png" in done.stderr
     epochs = [row for row in metrics(tmp_path / "run") if "epoch" in row]
     assert epochs[-1]["trajectory"] < epochs[0]["trajectory"]
+    assert epochs[-1]["hints"] < epochs[0]["hints"]
+    assert not [name for name in load_file(tmp_path / "run" / "bundle" / "model.safetensors") if "hints" in name]
     assert "jasmin" in epochs[0]
     assert "accuracy" not in epochs[0]
     (folder / "broken2.png").write_bytes(b"")

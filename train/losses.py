@@ -72,6 +72,21 @@ def patches(scene: Scene) -> Tensor:
     return scene.pairs(targets, lambda state: state[:, 1 : 1 + count])
 
 
+def hints(scene: Scene) -> Tensor:
+    """The part of the teacher's patches that no linear map, learned along, reads off the student's at the checkpoints.
+
+    Each of their numbers is measured by how much it varies in the batch: a few vary a thousand times more than others.
+    """
+    targets = scene.known.patches
+    assert targets is not None, "patch targets are asked for whenever this loss has a weight"
+    count, missed = scene.student.config.architecture.patches, []
+    for step, layer in scene.schedule.items():
+        read = scene.student.hints[str(layer)](scene.states[step - 1][:, 1 : 1 + count])
+        spread, middle = torch.std_mean(targets[layer], (0, 1))
+        missed.append(F.mse_loss(read, (targets[layer] - middle) / spread.clamp_min(1e-6)))
+    return torch.stack(missed).mean()
+
+
 def jasmin(scene: Scene) -> Tensor:
     """JaSMin (eq. 9): log(g_1 / g_k) of the attention rows, the largest row, over the last 85% of the steps.
 
@@ -139,9 +154,10 @@ def intermediate(scene: Scene) -> Tensor:
 
 LOSSES: dict[str, Callable[[Scene], Tensor]] = {
     loss.__name__: loss
-    for loss in (trajectory, patches, jasmin, cross_entropy, distillation, transport, steady, intermediate)
+    for loss in (trajectory, patches, hints, jasmin, cross_entropy, distillation, transport, steady, intermediate)
 }
 NEEDS_LABELS = {"cross_entropy"}
+NEEDS_PATCHES = {"patches", "hints"}
 
 
 @torch.no_grad()

@@ -198,6 +198,7 @@ class ODEViT(nn.Module):
         self.position = nn.Parameter(torch.randn(1, 1 + shape.patches, shape.width) * 0.02)
         self.registers = nn.Parameter(torch.randn(1, shape.registers, shape.width) * 0.02)
         self.psi = Psi(shape)
+        self.hints = nn.ModuleDict()  # while it is trained only: what reads a teacher's patches off the state
         self.head = nn.Linear(shape.width, shape.classes)
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
@@ -261,7 +262,7 @@ class ODEViT(nn.Module):
         target = Path(folder)
         bundle.write_config(target, self.config)
         dtype = torch.float16 if half else torch.float32
-        own = {k: v for k, v in self.state_dict().items() if not k.startswith("patch.")}
+        own = {k: v for k, v in self.state_dict().items() if not k.startswith(("patch.", "hints."))}
         own |= plain(self.patch).state_dict(prefix="patch.")
         state = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in own.items()}
         if self.config.architecture.attention == "l2":

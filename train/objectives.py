@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .data import Batch
 from .loop import Objective
-from .losses import LOSSES, Scene, Target, error_bound
+from .losses import LOSSES, NEEDS_PATCHES, Scene, Target, error_bound
 from .model import ODEViT
 from .recipe import Training
 from .solvers import advance
@@ -56,16 +56,20 @@ class Distillation(Objective):
     def prepare(self, batch: Batch, view: int, step: int) -> tuple[Any, ...]:
         steps, horizon, reached = self.depth(step)
         plan = self.schedule(reached) if self.schedule else {}
-        target = self.teach(batch, view, sorted(set(plan.values()))) if self.outside["teacher"] else None
-        pixels, labels = batch.pixel_values, batch.labels
+        layers, pixels, labels, target = sorted(set(plan.values())), batch.pixel_values, batch.labels, None
+        live = self.memory is None
+        if self.outside["teacher"] and not live:
+            target = self.teach(batch, view, layers)
         if self.settings.mixup:
             pixels, labels, target = self.mix(pixels, labels, target, step)
+        if self.outside["teacher"] and live:  # it sees what the student sees: what it says of a mixture is no mixture
+            target = self.teach(batch._replace(pixel_values=pixels), view, layers)
         return pixels, labels, target, plan, steps, horizon
 
     def mix(
         self, pixels: Tensor, labels: Tensor, target: Target | None, step: int
     ) -> tuple[Tensor, Tensor, Target | None]:
-        """Every image with another of its batch, in shares drawn for it; what is asked of it is mixed alike."""
+        """Every image with another of its batch, in shares drawn for it; remembered answers are mixed alike."""
         random = np.random.default_rng((self.settings.seed, 11, step))
         drawn = random.beta(self.settings.mixup, self.settings.mixup, len(pixels))
         share = torch.from_numpy(drawn).to(pixels)
@@ -79,8 +83,7 @@ class Distillation(Objective):
             temperature = self.settings.distillation_temperature
             answer = mixed((target.logits / temperature).softmax(-1))
             logits = answer.clamp_min(torch.finfo(answer.dtype).tiny).log() * temperature
-            patches = {layer: mixed(x) for layer, x in target.patches.items()} if target.patches else None
-            target = Target({layer: mixed(x) for layer, x in target.cls.items()}, logits, patches)
+            target = Target({layer: mixed(x) for layer, x in target.cls.items()}, logits)
         return mixed(pixels), mixed(shares.to(pixels)), target
 
     def depth(self, step: int) -> tuple[int, float, int]:
@@ -100,7 +103,7 @@ class Distillation(Objective):
 
     def teach(self, batch: Batch, view: int, layers: list[int]) -> Target:
         teacher: Teacher = self.outside["teacher"]
-        if self.weights.get("patches"):
+        if NEEDS_PATCHES & self.weights.keys():
             states = teacher.states(batch.pixel_values)
             return Target(
                 {layer: states[layer][:, 0] for layer in layers},

@@ -62,6 +62,7 @@ class Weights:
 
     trajectory: float = 0.0
     patches: float = 0.0
+    hints: float = 0.0
     jasmin: float = 0.0
     cross_entropy: float = 0.0
     distillation: float = 0.0
@@ -154,11 +155,12 @@ class Recipe:
             raise UsageError(f"training.step_jitter must be from 0 to below 1, not {self.training.step_jitter}")
         if self.training.random_depth and self.training.random_resolution:
             raise UsageError("training.random_depth and training.random_resolution exclude each other")
-        if self.teacher.views and self.losses.patches:
-            raise UsageError("teacher.views keeps CLS states only, so it cannot serve losses.patches")
-        if self.teacher.image_size and self.losses.patches:
-            raise UsageError("losses.patches compares patch by patch: teacher.image_size must be the student's")
-        followed = [name for name in ("trajectory", "patches", "distillation") if getattr(self.losses, name)]
+        for name in ("patches", "hints"):
+            if self.teacher.views and getattr(self.losses, name):
+                raise UsageError(f"teacher.views keeps CLS states only, so it cannot serve losses.{name}")
+            if self.teacher.image_size and getattr(self.losses, name):
+                raise UsageError(f"losses.{name} compares patch by patch: teacher.image_size must be the student's")
+        followed = [name for name in ("trajectory", "patches", "hints", "distillation") if getattr(self.losses, name)]
         if followed and not self.teacher.used:
             raise UsageError(f"losses.{followed[0]} follows a teacher: name one with --teacher or --teacher-weights")
         if not any(dataclasses.astuple(self.losses)):

@@ -93,6 +93,10 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
             for part in (student.patch, student.cls, student.position):
                 part.requires_grad_(True)
         schedule = _schedule(recipe, teacher, learning, config, machine, say)
+        if recipe.losses.hints:
+            width = config.architecture.width
+            read = schedule(_reached(recipe, config)).values()
+            student.hints.update({str(layer): nn.Linear(width, width) for layer in read})
     pictures = Pictures(learning, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
     memory = None
     if teacher and recipe.teacher.views:
