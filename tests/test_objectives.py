@@ -143,7 +143,8 @@ def test_mixed_images_are_asked_for_what_the_teacher_says_of_them(
     soft = (teacher(PIXELS) / 3).softmax(-1)
     mixed = share.unsqueeze(1) * soft + (1 - share.unsqueeze(1)) * soft.flip(0)
     shown = (teacher(pixels) / 3).softmax(-1)
-    assert target is not None and not torch.allclose(mixed, shown)
+    assert target is not None
+    assert not torch.allclose(mixed, shown)
     torch.testing.assert_close((target.logits / 3).softmax(-1), mixed if remembered else shown)
     unmixed = objective({"cross_entropy": 1.0}, teacher).prepare(batch, 0, 7)
     torch.testing.assert_close(unmixed[0], PIXELS, rtol=0, atol=0)
