@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from conftest import tiny_model
 
 from odevit_serve.errors import UsageError
 from odevit_serve.train.model import ODEViT
-from odevit_serve.train.start import missed, start_from, with_norms
+from odevit_serve.train.start import mean_of, missed, start_from, with_norms
 
 
 def other_shape(**changes: object) -> ODEViT:
@@ -118,3 +119,18 @@ def test_missed_by_hand() -> None:
     half = middle + (expected - middle) / 2
     torch.testing.assert_close(missed(half, expected), torch.tensor(0.25))
     assert missed(expected + 3, expected) == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_mean_of_bundles_is_that_of_their_weights(tmp_path: Path) -> None:
+    models = [stack(8, seed) for seed in (1, 2, 3)]
+    for number, model in enumerate(models):
+        with torch.no_grad():
+            model.head.bias.fill_(number)
+        model.save_pretrained(tmp_path / str(number))
+    stack(12).save_pretrained(tmp_path / "wider")
+    mean = mean_of([str(tmp_path / name) for name in "012"])
+    for name, value in mean.state_dict().items():
+        torch.testing.assert_close(value, sum(m.state_dict()[name] for m in models) / 3)
+    torch.testing.assert_close(mean.head.bias, torch.ones_like(mean.head.bias))
+    with pytest.raises(UsageError, match="wider is not of the shape"):
+        mean_of([str(tmp_path / "0"), str(tmp_path / "wider")])

@@ -73,7 +73,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Training:
-    epochs: int = 10
+    epochs: int = 10  # 0: what it starts from is judged and kept as it is
     batch_size: int = 64
     optimizer: str = "adamw"  # adamw | muon (matrices of psi by Muon, the rest by AdamW)
     lr: float = 1e-4
@@ -92,6 +92,7 @@ class Training:
     truncate: int = 0  # gradients through the last so many steps only; 0: through all
     checkpointing: bool = False  # recompute steps in the backward pass, to save memory
     start: str = ""  # a bundle to start from: all weights but a head of other classes; see start.py
+    start_with: tuple[str, ...] = ()  # bundles of the same shape: it starts from the mean of their weights and its own
     start_epochs: int = 2  # where its stem is of another shape: epochs in which the new one learns to do the same
     warm_start: int = -1  # start psi from this block of the teacher; -1: spectral initialisation
     train_head: bool = False  # unfreeze the head
@@ -133,7 +134,7 @@ class Recipe:
             if value not in known:
                 raise UsageError(f"{where} {value!r}: choose one of {', '.join(known)}")
         for where, number, least in (
-            ("training.epochs", self.training.epochs, 1),
+            ("training.epochs", self.training.epochs, 0 if self.training.start else 1),
             ("training.batch_size", self.training.batch_size, 1),
             ("training.lr", self.training.lr, 0),
             ("teacher.epochs", self.teacher.epochs, 1),
@@ -149,6 +150,8 @@ class Recipe:
                 raise UsageError(f"training.{where} must be two rising numbers from 1 on, not {list(pair)}")
         if not 0 <= self.data.crop_pct <= 1:
             raise UsageError(f"data.crop_pct must be from 0 to 1, not {self.data.crop_pct}")
+        if self.training.start_with and not self.training.start:
+            raise UsageError("training.start_with names bundles to be averaged with training.start, which is not set")
         if self.training.mixup < 0:
             raise UsageError(f"training.mixup must be 0 or more, not {self.training.mixup}")
         if not 0 <= self.training.step_jitter < 1:

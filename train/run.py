@@ -36,7 +36,7 @@ from .losses import NEEDS_LABELS
 from .model import ODEViT, normalised
 from .objectives import Distillation, FineTuning
 from .recipe import Recipe
-from .start import imitate, start_from, with_norms
+from .start import imitate, mean_of, start_from, with_norms
 from .teacher import (
     Memory,
     Teacher,
@@ -77,7 +77,7 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     if teacher:
         copy_into(teacher, student, settings.warm_start)
     if settings.start:
-        other = ODEViT.from_pretrained(settings.start)
+        other = mean_of([settings.start, *settings.start_with])
         kept = start_from(student, other)
         if isinstance(student.patch, nn.Sequential):
             few = loader(Pictures(sample(learning, 256, settings.seed), config.preprocessing), 64)
@@ -119,6 +119,12 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
             return True
         return False
 
+    if not settings.epochs:
+        values = judge(student.to(machine.device))
+        if machine.is_main_process:
+            keep(student, values)
+        say(f"nothing to learn: {judge.score} {values[judge.score]:.4f}")
+        return folder / "bundle"
     plan = Plan(
         workers=recipe.data.workers,
         **{f.name: getattr(settings, f.name) for f in dataclasses.fields(Plan) if f.name != "workers"},
@@ -342,6 +348,7 @@ def save_bundle(
     asked = recipe.to_dict()
     for section, key in (("data", "source"), ("teacher", "weights"), ("training", "start")):  # names, not local paths
         asked[section][key] = Path(asked[section][key]).name if asked[section][key] else ""
+    asked["training"]["start_with"] = [Path(source).name for source in recipe.training.start_with]
     provenance = {
         "version": __version__,
         "torch": torch.__version__,

@@ -8,7 +8,7 @@ pictures of another size, the position embedding is resampled.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,17 @@ from .loop import Objective, Plan, Say, fit
 from .model import ODEViT, plain
 
 GROWN = {"psi.mlp.up.weight": (0,), "psi.mlp.mix.weight": (0,), "psi.mlp.down.weight": (1,)}  # where their units are
+
+
+def mean_of(sources: Sequence[str]) -> ODEViT:
+    """The mean of the weights of bundles: runs that began alike and ended apart do better in the middle."""
+    first, *others = [ODEViT.from_pretrained(source) for source in sources]
+    for source, other in zip(sources[1:], others):
+        if (other.config.architecture, other.config.labels) != (first.config.architecture, first.config.labels):
+            raise UsageError(f"training.start_with: {source} is not of the shape and the classes of {sources[0]}")
+    states = [model.state_dict() for model in (first, *others)]
+    first.load_state_dict({name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]})
+    return first
 
 
 def start_from(student: ODEViT, other: ODEViT) -> bool:
