@@ -354,9 +354,7 @@ def test_a_start_from_a_smaller_bundle_keeps_what_it_knows(data: Path, tmp_path:
     assert "nothing to learn: accuracy" in done.stderr
     before, mean = (load_file(tmp_path / run / "bundle" / "model.safetensors") for run in ("run", "mean"))
     for name, weight in before.items():
-        torch.testing.assert_close(
-            mean[name], weight, atol=1e-5, rtol=1e-4
-        )  # through batch norms and back
+        torch.testing.assert_close(mean[name], weight, atol=1e-5, rtol=1e-4)  # through batch norms and back
     found, asked = read_config(tmp_path / "mean" / "bundle"), read_config(bundle)
     assert found.metrics["validation_accuracy"] == asked.metrics["validation_accuracy"]
     assert found.provenance["recipe"]["training"]["start_with"] == ["bundle"]
