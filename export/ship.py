@@ -20,7 +20,7 @@ from ..benchmark_torch import teacher_time
 from ..calibrate import calibrate, open_images
 from ..card import write_card
 from ..train.model import ODEViT
-from ..train.val import validate
+from ..train.val import by_step, validate
 from . import parts
 from .job import install
 
@@ -50,7 +50,12 @@ def ship(
 
 
 def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any]:
-    """Accuracy on the held-out split: by steps in torch, the teacher's, and with early exit in the runtime."""
+    """Accuracy on the held-out split: by steps in torch, the teacher's, and with early exit in the runtime.
+
+    Half as many steps again are also taken on past the horizon, at the same step size.
+    """
+    own = bundle.read_config(folder).integration
+    onward = by_step(str(folder), data)[own.steps * 3 // 2 - 1]
     rows = validate(str(folder), data, teacher_weights=teacher_weights)
     *fixed, early = rows
     found = {f"test_accuracy_{row['steps']}_steps": round(row["accuracy"], 4) for row in fixed}
@@ -58,6 +63,7 @@ def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any
         found["test_accuracy_teacher"] = round(early["teacher_accuracy"], 4)
     return {
         **found,
+        f"test_accuracy_horizon_{own.horizon * 1.5:g}": round(onward, 4),
         "test_accuracy_adaptive": round(early["accuracy"], 4),
         "test_mean_steps_adaptive": round(early["steps"], 2),
         "test_images": early["images"],

@@ -40,5 +40,8 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     (row,) = validate(str(tmp_path / "box"), str(data), steps=[8], teacher_weights=teacher)
     assert config.metrics["test_accuracy_8_steps"] == round(row["accuracy"], 4)
     assert config.metrics["test_accuracy_teacher"] == round(row["teacher_accuracy"], 4)
+    longer = config.integration.horizon * 1.5
+    (row,) = validate(str(tmp_path / "box"), str(data), steps=[12], horizons=[longer])
+    assert config.metrics[f"test_accuracy_horizon_{longer:g}"] == round(row["accuracy"], 4)
     assert config.metrics["test_images"] == 40
     assert 1 <= config.metrics["test_mean_steps_adaptive"] <= 8

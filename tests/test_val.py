@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from PIL import Image
 
 from odevit_serve import load
 from odevit_serve.data import pick
 from odevit_serve.errors import UsageError
 from odevit_serve.export import parts
+from odevit_serve.train.curves import draw_depth
 from odevit_serve.train.data import Batch
-from odevit_serve.train.val import SPOILT, table, validate
+from odevit_serve.train.val import SPOILT, by_step, table, validate
 
 
 @pytest.fixture
@@ -61,6 +63,22 @@ def test_robustness_adds_solvers_and_worse_pictures(folder: Path) -> None:
     assert len(set(losses)) == len(losses)  # each row is computed by itself
     again = validate(str(folder / "model"), str(folder / "data.npz"), steps=[8], robustness=True)
     assert again == rows  # noise included
+
+
+def test_the_curve_goes_on_past_the_horizon_in_steps_of_the_same_size(folder: Path) -> None:
+    model, data = str(folder / "model"), str(folder / "data.npz")
+    walked = by_step(model, data, batch_size=7)
+    own = tiny_model().config.integration
+    assert len(walked) == 2 * own.steps
+    for steps in (1, own.steps, own.steps * 3 // 2):
+        (row,) = validate(model, data, steps=[steps], horizons=[steps * own.step_size])
+        assert walked[steps - 1] == pytest.approx(row["accuracy"])
+    rows = validate(model, data, robustness=True)
+    draw_depth(walked, rows, own, folder / "new" / "curve.png")
+    with Image.open(folder / "new" / "curve.png") as picture:
+        assert picture.format == "PNG"
+    with pytest.raises(UsageError, match="has no labels to draw the curve by"):
+        by_step(model, str(folder / "bare.npz"))
 
 
 def test_noise_and_blur_by_hand(folder: Path) -> None:

@@ -1,11 +1,14 @@
-"""A picture of how a run went."""
+"""Pictures of a model's life: how its training went, and what each step is worth."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .. import bundle
+from ..bundle import Integration
 
 
 def draw_curves(metrics: Path, target: Path) -> None:
@@ -33,5 +36,29 @@ def draw_curves(metrics: Path, target: Path) -> None:
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.2)
+    with bundle.atomic(target) as scratch:
+        figure.savefig(scratch, dpi=120, format="png")
+
+
+def draw_depth(walked: Sequence[float], rows: list[dict[str, Any]], own: Integration, target: Path) -> None:
+    """Accuracy after each step of the same size, with the horizon cut into other numbers of steps beside it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, len(walked) + 1), [100 * a for a in walked], "o-", markersize=4, label="after this many steps")
+    plain = [r for r in rows if r["solver"] == own.solver and r.get("pictures", "as they are") == "as they are"]
+    cut = [r for r in plain if r["depth"] == "fixed" and r["horizon"] == own.horizon]
+    axes.plot([r["steps"] for r in cut], [100 * r["accuracy"] for r in cut], "s", markersize=7, fillstyle="none",
+              label="the horizon in this many steps")  # fmt: skip
+    for row in plain:
+        if row["depth"] != "fixed":
+            axes.plot(row["steps"], 100 * row["accuracy"], "*", markersize=13, label="early exit, at its mean")
+    if "teacher_accuracy" in rows[0]:
+        axes.axhline(100 * rows[0]["teacher_accuracy"], color="grey", linewidth=1, label="teacher")
+    axes.axvline(own.steps, color="grey", linestyle=":", linewidth=1)
+    axes.set(xlabel=f"steps ({own.steps} reach the horizon of {own.horizon:g})", ylabel="accuracy, %")
+    axes.legend(frameon=False, fontsize=8, loc="lower center")
+    axes.grid(alpha=0.2)
     with bundle.atomic(target) as scratch:
         figure.savefig(scratch, dpi=120, format="png")

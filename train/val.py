@@ -71,13 +71,9 @@ def validate(
     student = ODEViT.from_pretrained(source)
     config = student.config
     own, shape = config.integration, config.architecture
-    images = pick(data, split, config.provenance)
+    images = _images(config, data, split, limit)
     if images.labels is None and not (teacher or teacher_weights):
         raise UsageError(f"{data} has no labels: name a teacher to measure agreement with")
-    if images.classes and len(images.classes) != shape.classes:
-        raise UsageError(f"the data has {len(images.classes)} classes, the model {shape.classes}")
-    if limit and limit < len(images):
-        images = sample(images, limit, 0)
     expert = None
     if teacher or teacher_weights:
         expert = load_teacher(Teaching(source=teacher, weights=teacher_weights), shape).eval()
@@ -127,6 +123,30 @@ def validate(
                 row["teacher_accuracy"] = right / len(images)
         rows.append(row)
     return rows
+
+
+def _images(config: Config, data: str, split: str | None, limit: int) -> Images:
+    images = pick(data, split, config.provenance)
+    if images.classes and len(images.classes) != config.architecture.classes:
+        raise UsageError(f"the data has {len(images.classes)} classes, the model {config.architecture.classes}")
+    return sample(images, limit, 0) if limit and limit < len(images) else images
+
+
+@torch.no_grad()
+def by_step(
+    source: str | None, data: str, split: str | None = None, limit: int = 0, batch_size: int = 64, say: Say = print
+) -> list[float]:
+    """Accuracy after step 1, 2, ... of the bundle's own size, and on past the horizon to twice the steps."""
+    student = ODEViT.from_pretrained(source)
+    own = student.config.integration
+    images = _images(student.config, data, split, limit)
+    if images.labels is None:
+        raise UsageError(f"{data} has no labels to draw the curve by")
+    right = torch.zeros(2 * own.steps, dtype=torch.double)
+    for batch in _progress(loader(Pictures(images, student.config.preprocessing), batch_size), say):
+        for point in student.trajectory(student.stem(batch.pixel_values), len(right), 2 * own.horizon):
+            right[point.step - 1] += (student.answer(point.state).argmax(-1) == batch.labels).sum()
+    return (right / len(images)).tolist()
 
 
 def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float, list[float]]:

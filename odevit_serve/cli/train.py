@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from .. import bundle
 from ..errors import UsageError, UserError
 from . import DATA, SPLIT, TEACHER_WEIGHTS, app, require, say
 
@@ -100,6 +101,7 @@ def val(
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME, to measure agreement."),
     teacher_weights: Path = TEACHER_WEIGHTS,
     robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and on worse pictures."),
+    curve: Path = typer.Option(None, "--curve", metavar="PNG", help="Draw accuracy by step, on past the horizon."),
     limit: int = typer.Option(0, "--limit", help="Use this many images only, chosen by seed."),
     batch_size: int = typer.Option(64, "--batch-size"),
     as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout."),
@@ -107,8 +109,10 @@ def val(
 ) -> None:
     """Measure accuracy at 1, 3 and 5, and agreement with the teacher, by steps and by horizon."""
     require("train")
-    from ..train.val import table, validate
+    from ..train.curves import draw_depth
+    from ..train.val import by_step, table, validate
 
+    walked = by_step(model, data, split, limit, batch_size, say) if curve else []
     rows = validate(
         model,
         data,
@@ -124,6 +128,9 @@ def val(
         batch_size=batch_size,
         say=say,
     )
+    if curve:
+        draw_depth(walked, rows, bundle.read_config(bundle.find(model)).integration, curve)
+        say(f"curve: {curve}")
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     elif as_csv:
