@@ -9,6 +9,8 @@ import pytest
 import torch
 from conftest import tiny_model
 from PIL import Image
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import load
 from odevit_serve.data import pick
@@ -96,10 +98,18 @@ def test_noise_and_blur_by_hand(folder: Path) -> None:
 
 
 def test_the_table_fits_a_narrow_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table(validate(str(folder / "model"), str(folder / "data.npz"), steps=[8]))
+    vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=1, mlp_ratio=2, num_classes=5)
+    save_file(vit.state_dict(), folder / "teacher.safetensors")
+    parts(folder / "model")
+    rows = validate(
+        str(folder / "model"), str(folder / "data.npz"), teacher_weights=str(folder / "teacher.safetensors")
+    )
+    capsys.readouterr()
+    table(rows)
     shown = capsys.readouterr().out
     assert "…" not in shown
-    assert "top-1" in shown
+    assert all(f"{row['accuracy']:.2%}" in shown for row in rows)
+    assert f"20 images, of which the teacher knows {rows[0]['teacher_accuracy']:.2%}" in shown
 
 
 @pytest.mark.parametrize(

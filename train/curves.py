@@ -49,8 +49,12 @@ def draw_depth(walked: Sequence[float], rows: list[dict[str, Any]], own: Integra
     axes.plot(range(1, len(walked) + 1), [100 * a for a in walked], "o-", markersize=4, label="after this many steps")
     plain = [r for r in rows if r["solver"] == own.solver and r.get("pictures", "as they are") == "as they are"]
     cut = [r for r in plain if r["depth"] == "fixed" and r["horizon"] == own.horizon]
-    axes.plot([r["steps"] for r in cut], [100 * r["accuracy"] for r in cut], "s", markersize=7, fillstyle="none",
-              label="the horizon in this many steps")  # fmt: skip
+    low = 100 * min(walked) - 5  # steps too large for the model may end far below: they are named at the edge
+    axes.plot([r["steps"] for r in cut], [max(low, 100 * r["accuracy"]) for r in cut], "s", markersize=7,
+              fillstyle="none", clip_on=False, label="the horizon in this many steps")  # fmt: skip
+    for row in cut:
+        if 100 * row["accuracy"] < low:
+            axes.annotate(f"{row['accuracy']:.0%}", (row["steps"], low), xytext=(8, 5), textcoords="offset points")
     for row in plain:
         if row["depth"] != "fixed":
             axes.plot(row["steps"], 100 * row["accuracy"], "*", markersize=13, label="early exit, at its mean")
@@ -58,6 +62,7 @@ def draw_depth(walked: Sequence[float], rows: list[dict[str, Any]], own: Integra
         axes.axhline(100 * rows[0]["teacher_accuracy"], color="grey", linewidth=1, label="teacher")
     axes.axvline(own.steps, color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel=f"steps ({own.steps} reach the horizon of {own.horizon:g})", ylabel="accuracy, %")
+    axes.set_ylim(bottom=low)
     axes.legend(frameon=False, fontsize=8, loc="lower center")
     axes.grid(alpha=0.2)
     with bundle.atomic(target) as scratch:

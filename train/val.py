@@ -182,8 +182,8 @@ HEADINGS = {
     "accuracy@3": "top-3",
     "accuracy@5": "top-5",
     "agreement": "agrees",
-    "teacher_accuracy": "teacher",
 }
+SAME = ("images", "teacher_accuracy")  # in every row: said once, below the table
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -191,11 +191,18 @@ def table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False)
-    for name in rows[0]:
+    for name in [name for name in rows[0] if name not in SAME]:
         words = name in ("depth", "solver", "pictures")
         shown.add_column(HEADINGS.get(name, name), justify="left" if words else "right")
     for row in rows:
         shown.add_row(
-            *[f"{v:.2%}" if k in HEADINGS else f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()]
+            *[
+                f"{v:.2%}" if k in HEADINGS else f"{v:.4g}" if isinstance(v, float) else str(v)
+                for k, v in row.items()
+                if k not in SAME
+            ]
         )
-    Console().print(shown)
+    console = Console()
+    console.print(shown)
+    teacher = f", of which the teacher knows {rows[0]['teacher_accuracy']:.2%}" if "teacher_accuracy" in rows[0] else ""
+    console.print(f"{rows[0]['images']:,} images{teacher}")
