@@ -55,7 +55,8 @@ def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any
     Half as many steps again are also taken on past the horizon, at the same step size.
     """
     own = bundle.read_config(folder).integration
-    onward = by_step(str(folder), data)[own.steps * 3 // 2 - 1]
+    longer = own.steps * 3 // 2
+    onward = by_step(str(folder), data)[longer - 1]
     rows = validate(str(folder), data, teacher_weights=teacher_weights)
     *fixed, early = rows
     found = {f"test_accuracy_{row['steps']}_steps": round(row["accuracy"], 4) for row in fixed}
@@ -63,7 +64,7 @@ def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any
         found["test_accuracy_teacher"] = round(early["teacher_accuracy"], 4)
     return {
         **found,
-        f"test_accuracy_horizon_{own.horizon * 1.5:g}": round(onward, 4),
+        f"test_accuracy_horizon_{longer * own.step_size:g}": round(onward, 4),
         "test_accuracy_adaptive": round(early["accuracy"], 4),
         "test_mean_steps_adaptive": round(early["steps"], 2),
         "test_images": early["images"],
