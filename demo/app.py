@@ -8,14 +8,16 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import gradio as gr
+from gradio_client.utils import is_http_url_like
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .page import EMPTY, MAX_BATCH, Controls, Models, Page
 
+C = TypeVar("C", bound=gr.components.Component)
 HERE = Path(__file__).parent
 EXAMPLES = HERE / "examples"
 MAX_FILE = "16mb"
@@ -51,8 +53,21 @@ def _picture(name: str, height: int) -> gr.Image:
         alt_text="The picture you chose",
         buttons=[],
     )
-    image.preprocess = lambda payload: None if payload is None else payload.path  # type: ignore[method-assign]
-    return image
+    image.preprocess = lambda payload: None if payload is None else payload.path  # type: ignore[method-assign, assignment]
+    return _uploads_only(image)
+
+
+def _uploads_only(component: C) -> C:
+    """Take files that were sent, within their size limit; gradio would download an address that is given as a path."""
+    move = component.async_move_resource_to_block_cache
+
+    async def local(path: str | Path | None) -> str | None:
+        if path is not None and is_http_url_like(str(path)):
+            raise gr.Error("addresses are not opened: send the file itself", print_exception=False)
+        return await move(path)
+
+    component.async_move_resource_to_block_cache = local  # type: ignore[method-assign, assignment]
+    return component
 
 
 def _controls(page: Page, prefix: str, **first: Any) -> tuple[Controls[Any], gr.Markdown]:
@@ -106,8 +121,8 @@ def build(models: Models) -> gr.Blocks:
     with gr.Blocks(title="ODE-ViT", analytics_enabled=False, delete_cache=(KEEP, KEEP)) as blocks:
         gr.HTML(
             '<div class="intro"><h1>ODE-ViT: as deep as the picture needs</h1><p>One transformer block, integrated as '
-            "a differential equation. After each step there is an answer; integration ends once what is left of the "
-            "trajectory can no longer change it.</p></div>",
+            "a differential equation. After each step there is an answer; integration ends early once a calibrated "
+            "criterion expects that answer to be the one at full depth.</p></div>",
             elem_classes="page",
         )
         state = gr.State(time_to_live=KEEP)
@@ -129,6 +144,7 @@ def build(models: Models) -> gr.Blocks:
                     heat = gr.HTML(elem_id="heat", elem_classes="page")
                     steps = models.config(models.default).integration.steps
                     moment = gr.Slider(0, steps, steps, step=1, label="Time: after step", elem_id="moment")
+                    play = gr.Button("Play the trajectory", size="sm", elem_id="play")
                     with gr.Row():
                         head = gr.Dropdown(["mean"], value="mean", label="Head", min_width=120, elem_id="head")
                         opacity = gr.Slider(
@@ -150,6 +166,7 @@ def build(models: Models) -> gr.Blocks:
                 control.input(
                     page.map, [state, moment, head, opacity], heat, trigger_mode="always_last", queue=False, **QUIET
                 )
+            play.click(page.play, [state, head, opacity], [moment, heat], trigger_mode="once", **QUIET)
             blocks.load(page.words, controls.settings, words, **QUIET)
 
         with gr.Tab("Side by side", id="two"):
@@ -173,7 +190,7 @@ def build(models: Models) -> gr.Blocks:
             gr.Markdown(
                 f"Up to {MAX_BATCH} pictures, with the settings of the first tab; they share the batches of the engine."
             )
-            files = gr.File(file_count="multiple", label="Pictures", elem_id="files", height=160)
+            files = _uploads_only(gr.File(file_count="multiple", label="Pictures", elem_id="files", height=160))
             summary = gr.Markdown(elem_id="batch-summary")
             bars = gr.HTML(elem_id="histogram", elem_classes="page")
             table = gr.Dataframe(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +13,19 @@ from typing import Any, Generic, TypeVar
 
 import gradio as gr
 
-from .. import bundle, exits
-from ..dynamics import Floats
-from ..engine import Answer, Engine
+from .. import bundle
 from ..errors import UsageError, UserError
-from ..model import BundleModel, load
-from . import cards, plots, trajectory
-from .trajectory import Choice, Run
+from ..runtime import exits
+from ..runtime.dynamics import Floats
+from ..runtime.model import BundleModel, load_bundle
+from ..serving.engine import Answer, Engine
+from ..solvers import SOLVERS
+from . import html as cards
+from . import plots, trajectory
+from .trajectory import Choice, Inspection
 
 MAX_BATCH = 200  # pictures at once in the third tab
+FRAME, PAUSE = 0.3, 1.2  # seconds that a map is shown while they are played, and that at the exit
 EMPTY = '<div class="empty">Drop a picture, take one with the camera, or choose an example.</div>'
 T = TypeVar("T")
 
@@ -40,7 +45,7 @@ class Models:
         first = given[0] if given else (bundle.DEFAULT if bundle.DEFAULT in names else next(iter(names)))
         self.default = next(name for name, source in names.items() if source == first)
         self._sources, self._device, self._threads = names, device, threads
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, Engine[BundleModel]] = {}
         self._heads: dict[str, tuple[Floats, Floats] | None] = {}
         self._lock = threading.Lock()
 
@@ -48,13 +53,12 @@ class Models:
     def names(self) -> list[str]:
         return list(self._sources)
 
-    def engine(self, name: str) -> Engine:
+    def engine(self, name: str) -> Engine[BundleModel]:
         with self._lock:
             if name not in self._sources:
                 raise UsageError(f"no model {name!r} on this page: choose one of {', '.join(self._sources)}")
             if name not in self._engines:
-                model = load(self._sources[name], self._device, self._threads)
-                assert isinstance(model, BundleModel)
+                model = load_bundle(self._sources[name], self._device, self._threads)
                 self._heads[name] = trajectory.head(model.path)
                 self._engines[name] = Engine(model, slots=16, queue=2 * MAX_BATCH).start()
             return self._engines[name]
@@ -85,6 +89,7 @@ def threshold_range(config: bundle.Config, rule: str, steps: int) -> Range:
     reach = max(policy.travel, default=4.0)
     found = {
         "margin": Range(0, 2 * reach, reach / 200, reach / 4),
+        "contraction": Range(-1, 1, 0.005, 0),
         "confidence": Range(0, 1, 0.01, 0.9),
         "patience": Range(1, max(2, steps), 1, min(3, steps)),
         "kl": Range(-0.2, 0, 0.0005, -0.001),
@@ -92,7 +97,7 @@ def threshold_range(config: bundle.Config, rule: str, steps: int) -> Range:
     }.get(rule, Range(0, 2, 0.005, 1))
     if rule == policy.rule and exits.calibrated(config):
         own = policy.threshold
-        high = max(found.high, 2 * own) if rule not in ("confidence", "kl", "latent-diff") else found.high
+        high = max(found.high, 2 * own) if rule in ("travel", "drift", "margin") else found.high
         return Range(min(found.low, own), high, found.step, own)
     return found
 
@@ -139,12 +144,12 @@ class Page:
             known if adaptive else None,
             float(threshold) if adaptive and known not in (None, "fixed") else None,
             None if not max_steps or max_steps >= count else int(max_steps),
-            solver if solver in trajectory.solvers(config) else None,
+            solver if solver in SOLVERS else None,
             None if count == own.steps else count,
             adaptive,
         )
 
-    def run(self, picture: str | None, model: str, *settings: Any) -> Run:
+    def run(self, picture: str | None, model: str, *settings: Any) -> Inspection:
         if picture is None:
             raise UsageError("there is no picture yet")
         name = Path(picture).name
@@ -158,19 +163,28 @@ class Page:
             run = self.run(picture, *settings)
         except UserError as error:
             return [None, cards.message(str(error)), "", "", gr.skip(), gr.skip()]
-        heads = ["mean", *(f"head {n + 1}" for n in range(run.way.maps.shape[1]))]
+        heads = ["mean", *(f"head {n + 1}" for n in range(run.trajectory.maps.shape[1]))]
         head = head if head in heads else "mean"
         return [
             run,
             cards.answer(run),
             cards.attention(run, run.steps, head, opacity),
             plots.trajectory(run, self.models.head(run.name)),
-            gr.update(maximum=run.way.steps, value=run.steps),
+            gr.update(maximum=run.trajectory.steps, value=run.steps),
             gr.update(choices=heads, value=head),
         ]
 
-    def map(self, run: Run | None, step: float, head: str, opacity: float) -> str:
+    def map(self, run: Inspection | None, step: float, head: str, opacity: float) -> str:
         return "" if run is None else cards.attention(run, int(step), head, opacity)
+
+    def play(self, run: Inspection | None, head: str, opacity: float) -> Iterator[list[Any]]:
+        """The maps one after another, from the start to the full horizon, with a rest where the picture exits."""
+        if run is None:
+            yield [gr.skip(), ""]
+            return
+        for step in range(run.trajectory.steps + 1):
+            yield [step, cards.attention(run, step, head, opacity)]
+            time.sleep(PAUSE if step == run.steps else FRAME)
 
     def compare(self, picture: str | None, *settings: Any) -> list[str]:
         """Two settings on one picture."""
@@ -181,7 +195,7 @@ class Page:
         for part in (settings[:half], settings[half:]):
             try:
                 run = self.run(picture, *part)
-                extra = plots.contraction(run) + plots.probabilities(run)
+                extra = plots.travel(run) + plots.probabilities(run)
                 found.append(f'{cards.answer(run)}<div class="plots">{extra}</div>')
             except UserError as error:
                 found.append(cards.message(str(error)))
@@ -230,6 +244,7 @@ class Page:
                     "picture": name,
                     "label": answer.label,
                     "probability": answer.probability,
+                    "unsure": answer.unsure,
                     "steps": answer.steps,
                     "full_steps": answer.full_steps,
                     "exit": answer.exit.short,
@@ -259,6 +274,7 @@ class Page:
             "exit": run.reason.short,
             "sentence": cards.sentence(run),
             "guaranteed": run.depth.guaranteed,
+            "unsure": run.unsure,
             "full_label": run.full_label,
             "milliseconds": 1000 * run.seconds,
             "macs": run.macs(),
@@ -277,8 +293,8 @@ class Page:
         steps: float,
     ) -> dict[str, Any]:
         run = _shown(self.run)(picture, model, adaptive, rule, threshold, max_steps, solver, steps)
-        at = run.steps if step < 0 else min(int(step), run.way.steps)
-        return {"step": at, "heads": run.way.maps[at].tolist()}
+        at = run.steps if step < 0 else min(int(step), run.trajectory.steps)
+        return {"step": at, "heads": run.trajectory.maps[at].tolist()}
 
     def api_batch(
         self,
@@ -307,7 +323,7 @@ class Page:
             {"choices": known, "value": rule},
             _threshold(rule, threshold_range(config, rule, steps)),
             {"maximum": steps, "value": steps},
-            {"choices": trajectory.solvers(config), "value": config.integration.solver},
+            {"choices": list(SOLVERS), "value": config.integration.solver},
             {"maximum": 3 * steps, "value": steps},
         )
 
@@ -321,17 +337,16 @@ class Page:
         return gr.update(maximum=int(steps), value=int(steps))
 
     def words(self, model: str, *settings: Any) -> str:
-        return cards.guarantee(self.models.config(model), self.choice(model, *settings))
+        return cards.guarantee(self.models.engine(model).model, self.choice(model, *settings))
 
 
 def _threshold(rule: str, bounds: Range) -> dict[str, Any]:
-    contracts = rule in exits.RULES and exits.RULES[rule].contracts
     return {
         "minimum": bounds.low,
         "maximum": bounds.high,
         "value": bounds.usual,
         "step": bounds.step,
-        "label": "kappa" if contracts else "threshold",
+        "label": "threshold",
         "visible": rule != "fixed",
     }
 

@@ -9,8 +9,9 @@ from html import escape
 
 import numpy as np
 
-from ..dynamics import Floats, lyapunov_time
-from .trajectory import Run
+from ..runtime.dynamics import Floats
+from ..runtime.exits import ExitReason
+from .trajectory import Inspection
 
 WIDTH, HEIGHT = 420, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 30
@@ -99,71 +100,70 @@ def _span(values: Floats) -> tuple[float, float]:
     return (low - room if low < 0 else low), (high + room if high > 0 else high)
 
 
-def trajectory(run: Run, head: tuple[Floats, Floats] | None) -> str:
+def trajectory(run: Inspection, head: tuple[Floats, Floats] | None) -> str:
     """All plots of a run."""
-    parts = (probabilities(run), contraction(run), speed(run), exponent(run), path(run, head))
+    parts = (probabilities(run), travel(run), speed(run), exponent(run), path(run, head))
     return f'<div class="plots five">{"".join(parts)}</div>'
 
 
-def probabilities(run: Run) -> str:
-    way = run.way
-    steps, values = range(1, way.steps + 1), way.probabilities
+def probabilities(run: Inspection) -> str:
+    line = run.trajectory
+    steps, values = range(1, line.steps + 1), line.probabilities
     chosen = list(dict.fromkeys([run.index, *np.argsort(-values[-1]), *np.argsort(-values.max(0))]))[
         : min(4, len(run.labels))
     ]
     series = [Series(run.labels[i], place, steps, values[:, i]) for place, i in enumerate(chosen)]
     first, last = values[0, run.index], values[-1, run.index]
     text = f"Probability of {run.label} at each step: {first:.0%} at first, {last:.0%} at the end"
-    return chart("Class probabilities", series, way.steps, run.steps, text, y_range=(0.0, 1.0))
+    return chart("Class probabilities", series, line.steps, run.steps, text, y_range=(0.0, 1.0))
 
 
-def contraction(run: Run) -> str:
-    """The margin against what is left to travel: they cross where nothing can change the answer any more."""
-    way, factor = run.way, run.depth.threshold if run.depth.rule.contracts else 1.0
-    steps = range(1, way.steps + 1)
-    series = [Series("margin", 0, steps, way.margin)]
+def travel(run: Inspection) -> str:
+    """The margin against the threshold's multiple of the expected travel."""
+    line, by_travel = run.trajectory, run.depth.rule.needs_travel
+    factor = run.depth.threshold if by_travel else 1.0
+    steps = range(1, line.steps + 1)
+    series = [Series("margin", 0, steps, line.margin)]
     note = ""
-    if np.isfinite(way.travel).any():
-        left = factor * way.travel
-        name = f"kappa × travel left (kappa = {factor:.3g})" if run.depth.rule.contracts else "travel left"
-        series.append(Series(name, 1, steps, left))
-        crossed = np.flatnonzero(way.margin >= left)
+    if np.isfinite(line.travel).any():
+        left = factor * line.travel
+        series.append(Series(f"{factor:.3g} × expected travel" if by_travel else "expected travel", 1, steps, left))
+        crossed = np.flatnonzero(line.margin >= left)
         where = f"they cross at step {crossed[0] + 1}" if len(crossed) else "they do not cross"
-        text = f"Distance of CLS to the nearest boundary against the distance it has left to travel: {where}"
-        if not run.depth.rule.contracts:
+        text = f"Distance of CLS to the nearest boundary against the distance it is expected to travel: {where}"
+        if not by_travel:
             note = "The rule chosen does not look at this crossing."
     else:
         text = "Distance of CLS to the nearest decision boundary at each step"
-        note = "This bundle has not been calibrated, so what is left to travel is not known."
-    contracted = run.depth.rule.contracts and run.reason.short == "contracted"
-    ring = (float(run.steps), float(way.margin[run.steps - 1])) if contracted else None
-    return chart("Margin against travel", series, way.steps, run.steps, text, note, ring=ring)
+        note = "This bundle has not been calibrated, so the expected travel is not known."
+    by_rule = by_travel and run.reason is ExitReason.EARLY
+    ring = (float(run.steps), float(line.margin[run.steps - 1])) if by_rule else None
+    return chart("Margin against travel", series, line.steps, run.steps, text, note, ring=ring)
 
 
-def speed(run: Run) -> str:
-    way = run.way
-    series = [Series("CLS speed", 0, range(way.steps), way.cls_speed)]
-    text = f"Speed of CLS: {way.cls_speed[0]:.3g} at the start, {way.cls_speed[-1]:.3g} at the last step"
-    return chart("Speed of CLS", series, way.steps, run.steps, text)
+def speed(run: Inspection) -> str:
+    line = run.trajectory
+    series = [Series("CLS speed", 0, range(line.steps), line.cls_speed)]
+    text = f"Speed of CLS: {line.cls_speed[0]:.3g} at the start, {line.cls_speed[-1]:.3g} at the last step"
+    return chart("Speed of CLS", series, line.steps, run.steps, text)
 
 
-def exponent(run: Run) -> str:
-    way = run.way
-    value = float(way.exponent[run.steps - 1])
-    limit = float(lyapunov_time(value)) if math.isfinite(value) else math.inf
-    if not math.isfinite(value):
-        note = "One step has no exponent yet."
-    elif math.isfinite(limit):
-        note = f"Lyapunov time {limit:.1f} at the exit, of a horizon of {run.config.integration.horizon:g}."
+def exponent(run: Inspection) -> str:
+    """How fast a perturbation toward the nearest decision boundary grows: below zero is the contraction region."""
+    line = run.trajectory
+    value, passed = float(line.exponent[run.steps - 1]), float(line.lyapunov_times[run.steps - 1])
+    if value > 0:
+        note = f"Lyapunov time {1 / value:.1f} at the exit, of a horizon of {run.config.integration.horizon:g}; "
     else:
-        note = "Not positive at the exit: no Lyapunov time limits this trajectory."
-    series = [Series("exponent", 2, range(1, way.steps + 1), way.exponent)]
-    return chart("Exponent of the flow", series, way.steps, run.steps, f"Finite-time Lyapunov exponent. {note}", note)
+        note = "Below zero at the exit: such perturbations shrink there; "
+    note += f"{passed:.2f} Lyapunov times have passed."
+    series = [Series("exponent", 2, range(1, line.steps + 1), line.exponent)]
+    return chart("Exponent toward the boundary", series, line.steps, run.steps, note, note)
 
 
-def path(run: Run, head: tuple[Floats, Floats] | None) -> str:
-    """The way of CLS in the plane of its two main directions, over the regions of the classes in it."""
-    cls = run.way.cls.astype(float)
+def path(run: Inspection, head: tuple[Floats, Floats] | None) -> str:
+    """The trajectory of CLS in the plane of its two main directions, over the regions of the classes in it."""
+    cls = run.trajectory.cls.astype(float)
     middle = cls.mean(0)
     _, singular, axes = np.linalg.svd(cls - middle, full_matrices=False)
     if len(axes) < 2:  # a single step is a line
@@ -184,15 +184,15 @@ def path(run: Run, head: tuple[Floats, Floats] | None) -> str:
     points = [place(point) for point in flat]
     parts.append('<polyline class="way" points="' + " ".join(f"{x:.1f},{y:.1f}" for x, y in points) + '"/>')
     parts += [f'<circle class="way-dot" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in points]
-    for step, name in ((0, "start"), (run.steps, "exit"), (run.way.steps, "end")):
-        if name == "end" and run.steps == run.way.steps:
+    for step, name in ((0, "start"), (run.steps, "exit"), (run.trajectory.steps, "end")):
+        if name == "end" and run.steps == run.trajectory.steps:
             continue
         x, y = points[step]
         side, anchor = (10, "start") if x < WIDTH / 2 else (-10, "end")
         shape = "ring" if name == "exit" else "way-end"
         parts.append(f'<circle class="{shape}" cx="{x:.1f}" cy="{y:.1f}" r="{7 if name == "exit" else 5}"/>')
         parts.append(f'<text class="way-name" x="{x + side:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{name}</text>')
-    note = f"The plane of its two main directions holds {share:.0%} of the way."
+    note = f"The plane of its two main directions holds {share:.0%} of the line."
     text = f"Path of CLS in two dimensions from the start to {run.full_label}. {note}"
     if head is not None:
         note += " Colours: the class that the head answers at each point of it. Arrows: where a class grows."
@@ -200,7 +200,7 @@ def path(run: Run, head: tuple[Floats, Floats] | None) -> str:
 
 
 def _regions(
-    run: Run, head: tuple[Floats, Floats], middle: Floats, axes: Floats, centre: Floats, scale: float
+    run: Inspection, head: tuple[Floats, Floats], middle: Floats, axes: Floats, centre: Floats, scale: float
 ) -> tuple[list[str], list[tuple[str, int]]]:
     weight, bias = head
     cell = 6
@@ -212,7 +212,7 @@ def _regions(
     answers = (base + y[:, None, None] * on_plane[:, 1] + x[None, :, None] * on_plane[:, 0]).argmax(-1)
     names, counts = np.unique(answers, return_counts=True)
     order = [int(names[i]) for i in np.argsort(-counts)]
-    final = [i for i in (run.index, int(run.way.logits[-1].argmax())) if i in order]
+    final = [i for i in (run.index, int(run.trajectory.logits[-1].argmax())) if i in order]
     ranked = list(dict.fromkeys([*final, *order]))
     colors = {index: place for place, index in enumerate(ranked[:COLORS])}
     parts = []

@@ -14,20 +14,16 @@ from typing import Any
 
 import numpy as np
 import onnx
-import torch
 from google.protobuf.message import Message
 
-from ..bundle import METADATA_KEY, SOLVERS, Architecture, Config
+from .. import solvers
+from ..bundle import METADATA_KEY, Config
 from ..errors import UserError
-from ..exits import ExitReason
-from ..session import open_session
-from ..train.model import ODEViT
-from .adaptive import tabulate
-from .onnx import every_graph
+from ..runtime.graphs import Parts, every_graph
+from ..runtime.sessions import open_session
 
 BATCHES = (1, 3, 8)
 TOLERANCE = {"fp32": 1e-4, "fp16": 5e-2, "int8": float("inf")}  # int8 answers to agreement on images instead
-WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.0}  # of psi; stem and head stay fp32
 NODE_BYTES = 6_000  # names and shapes of one evaluation of psi, generously
 FIXED_BYTES = 48_000  # the rest of the graph: rules, tables, bookkeeping
 Array = np.ndarray[Any, Any]
@@ -72,18 +68,14 @@ def structure(model: onnx.ModelProto, opset: int) -> list[Check]:
     return [Check("ONNX checker", "valid", "valid"), expect("opset", found == opset, found, opset)]
 
 
-def weight_bytes(shape: Architecture, precision: str) -> float:
-    """Size of all weights, each stored once."""
-    parameters = shape.parameters()
-    psi = parameters["psi"] - shape.registers * shape.width
-    return psi * WEIGHT_BYTES[precision] + 4.0 * (parameters["rest"] + shape.registers * shape.width)
-
-
-def size(found: int, config: Config, precision: str, evaluations: int, extra: float = 0.0) -> Check:
-    """File size against the parameter count: nothing missing, nothing stored twice."""
-    weights = weight_bytes(config.architecture, precision) + extra
+def size(found: int, parts: Parts, config: Config, evaluations: int) -> Check:
+    """File size against that of the parts' weights: nothing missing, nothing stored twice."""
+    pieces = (parts.begin, parts.attention, parts.mlp, parts.answer)
+    kept = {id(t): t.ByteSize() for piece in pieces for t in piece.weights.values()}
+    more = {id(t): t.ByteSize() for piece in (parts.readings, parts.maps) for t in piece.weights.values()}
+    weights, most_weights = sum(kept.values()), sum((kept | more).values())
     metadata = 3 * len(config.to_json().encode())
-    most = int(1.05 * weights + NODE_BYTES * (1 + evaluations) + FIXED_BYTES + metadata)
+    most = int(1.05 * most_weights + NODE_BYTES * (1 + evaluations) + FIXED_BYTES + metadata)
     least = int(0.9 * weights)
     return expect("bytes", least <= found <= most, found, f"{least:,} to {most:,}")
 
@@ -91,7 +83,7 @@ def size(found: int, config: Config, precision: str, evaluations: int, extra: fl
 def evaluations(config: Config, steps: int) -> int:
     """Evaluations of F and G, halved, that the graph spells out for so many steps."""
     own = config.integration
-    return steps * SOLVERS[own.solver] * (2 if own.splitting == "strang" else 1)
+    return steps * max(solvers.evaluations(own.solver, own.splitting))
 
 
 def privacy(model: onnx.ModelProto) -> Check:
@@ -162,8 +154,10 @@ def load(path: Path) -> tuple[Any, float]:
     return session, time.perf_counter() - began
 
 
-def values(expected: Runner, found: Runner, images: Callable[[int], Array], precision: str) -> list[Check]:
-    """Largest difference of every output from torch, at each batch size. Answers above 1 may differ in proportion."""
+def values(
+    expected: Runner, found: Runner, images: Callable[[int], Array], precision: str, reference: str
+) -> list[Check]:
+    """Largest difference of every output from the reference, at each batch size; in proportion for those above 1."""
     worst: dict[str, tuple[float, float, int]] = {}
     for batch in BATCHES:
         pixels = images(batch)
@@ -182,7 +176,11 @@ def values(expected: Runner, found: Runner, images: Callable[[int], Array], prec
         tolerance = TOLERANCE[precision]
         checks.append(
             expect(
-                f"{name} against torch, off by", error <= tolerance, error * scale, tolerance * scale, f"batch {batch}"
+                f"{name} against {reference}, off by",
+                error <= tolerance,
+                error * scale,
+                tolerance * scale,
+                f"batch {batch}",
             )
         )
     return checks
@@ -199,48 +197,3 @@ def depths(reference: Mapping[str, Array], found: Mapping[str, Array], batch: in
     return expect(
         f"images at batch {batch} that end differently from the runtime's rule", not wrong.any(), int(wrong.sum()), 0
     )
-
-
-@torch.no_grad()
-def reference_depths(model: ODEViT, config: Config, pixels: Array, max_steps: int, kappa: float) -> dict[str, Array]:
-    """The trajectory in torch, ended by the rule as it is defined; `sure`: no threshold was within rounding."""
-    own, policy, count = config.integration, config.exit, len(pixels)
-    logits_end = np.zeros((count, config.architecture.classes), np.float32)
-    steps, reason, sure = np.zeros(count, np.int64), np.full(count, -1, np.int64), np.ones(count, bool)
-    travel, mean = tabulate(config)
-    first: Array | None = None
-    state = model.stem(torch.from_numpy(pixels))
-    for point in model.trajectory(state, own.steps, own.horizon, own.solver, own.splitting):
-        logits = model.answer(point.state).numpy()
-        speed = point.velocity.flatten(1).norm(dim=1).double().numpy()
-        first = speed if first is None else first
-        index, time_now = point.step - 1, point.step * own.step_size
-        left = (
-            travel[index] * point.velocity[:, 0].norm(dim=1).double().numpy() / mean[index]
-            if policy.cls_speed
-            else travel[index]
-        )
-        margin, reach = margins(logits, model.head.weight.numpy()), kappa * left
-        code = np.full(count, ExitReason.BUDGET if point.step >= max_steps else -1)
-        close = np.abs(reach - margin) <= 1e-3 * margin
-        if policy.lyapunov is not None and policy.travel and point.step > 1:
-            periods = np.log(speed / first) / (index * own.step_size) * time_now
-            code[(periods > 0) & (periods >= policy.lyapunov)] = ExitReason.LYAPUNOV
-            close |= np.abs(periods - policy.lyapunov) <= 1e-3 * policy.lyapunov
-        code[reach <= margin] = ExitReason.CONTRACTED
-        if point.step == own.steps:
-            code[:] = ExitReason.HORIZON
-        running = reason < 0
-        sure &= ~(running & close)
-        ending = running & (code >= 0)
-        logits_end[ending], steps[ending], reason[ending] = logits[ending], point.step, code[ending]
-    return {"logits": logits_end, "steps": steps, "exit_reason": reason, "sure": sure}
-
-
-def margins(logits: Array, weight: Array) -> Array:
-    """Distance to the nearest decision boundary, from the definition."""
-    best = logits.argmax(-1)
-    distance = np.linalg.norm(weight[best][:, None] - weight[None], axis=-1)
-    gaps = (np.take_along_axis(logits, best[:, None], -1) - logits) / np.maximum(distance, 1e-6)
-    gaps[np.arange(len(best)), best] = np.inf
-    return np.asarray(gaps.min(-1))

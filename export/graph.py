@@ -1,6 +1,7 @@
 """The model as the graphs see it: CenterNorm folded into the matrices behind it, Q, K and V in one matrix.
 
-Everything here is plain torch, equal to `train.model` up to rounding, and cut into the pieces that are exported.
+Everything here is plain torch, equal to `train.model` up to rounding. `Stem`, `Step` and `ClsAttention` are traced;
+every other graph is made of copies of those (`odevit_serve.runtime.graphs`).
 Shapes as there: B images, S tokens, D width, H heads, d = D/H; E hidden units of the MLP, C classes.
 """
 
@@ -12,23 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..bundle import Integration
 from ..train.model import MLP, Attention, CenterNorm, ODEViT, plain, spread
-from ..train.solvers import Size, advance, memories
 
 FAR = 1e30  # the margin of a model with a single class: there is no boundary
-TABULATED = 256  # classes up to which distances between head rows are kept as a table
+TABULATED = 512  # classes up to which what depends on a class is kept as a table
 EXACT = "donot_use_mm_for_euclid_dist"
 
 
 class Matrix(nn.Module):
     """x @ weight + bias, the weight stored the way ONNX multiplies.
 
-    `fused` writes it as one Gemm over all rows, which onnxruntime runs 3 to 10% faster on CPUs than MatMul and Add; the
-    quantised kernels want a MatMul.
+    It is written as one Gemm over all rows, which onnxruntime runs 3 to 10% faster on CPUs than MatMul and Add.
     """
-
-    fused = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
@@ -38,8 +34,6 @@ class Matrix(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return x @ self.weight
-        if not self.fused:
-            return x @ self.weight + self.bias
         return torch.addmm(self.bias, x.flatten(0, 1), self.weight).unflatten(0, (x.shape[0], x.shape[1]))
 
 
@@ -69,11 +63,12 @@ class FoldedAttention(nn.Module):
         product = q @ k.mT
         return product - 0.5 * k.square().sum(-1).unsqueeze(-2) if self.tied else product
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """G(x) and the attention maps [B,H,S,S]."""
         parts = self._split(x)
         q, k, v = parts[0], parts[-2], parts[-1]
-        mixed = self.scores(q, k).softmax(-1) @ v
-        return self.output(mixed.transpose(1, 2).flatten(2))  # [B,H,S,d] -> [B,S,D]
+        maps = self.scores(q, k).softmax(-1)
+        return self.output((maps @ v).transpose(1, 2).flatten(2)), maps  # [B,H,S,d] -> [B,S,D]
 
     def cls_map(self, x: Tensor) -> Tensor:
         """How much CLS looks at every token: [B,H,S]."""
@@ -88,6 +83,13 @@ class FoldedAttention(nn.Module):
         self.project.weight = nn.Parameter(weight[:, :-width].contiguous(), requires_grad=False)
         self.project.bias = nn.Parameter(bias[:-width].contiguous(), requires_grad=False)
 
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key and value [D,D] as columns, and the query's bias."""
+        width = self.output.weight.shape[0]
+        columns, bias = self.project.weight.split(width, 1), self.project.bias
+        assert bias is not None
+        return columns[0], columns[-2], columns[-1], bias[:width]
+
     def _split(self, x: Tensor) -> Tensor:
         parts = self.project(x).unflatten(-1, (-1, self.heads, x.shape[-1] // self.heads))
         return parts.permute(2, 0, 3, 1, 4)  # [B,S,3,H,d] -> [3,B,H,S,d]: q, k, v, or k, v where q is k
@@ -101,21 +103,18 @@ class FoldedMLP(nn.Module):
         self.grid = mlp.grid
         self.up = Matrix(*fold(mlp.norm, mlp.up.weight))
         self.down = Matrix(mlp.down.weight)
-        self.mix = copy.deepcopy(mlp.mix)  # this one may be made half precision
+        self.mix = mlp.mix
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(spread(self.up(x), self.mix, self.grid)))
 
 
 class Folded(nn.Module):
-    """All that the graphs are cut from. A state of S* rows is the state proper with what the solver remembers below."""
+    """All that the graphs are cut from."""
 
-    def __init__(
-        self, model: ODEViT, integration: Integration | None = None, half: bool = False, quantisable: bool = False
-    ):
+    def __init__(self, model: ODEViT):
         super().__init__()
         self.shape = model.config.architecture
-        self.integration = integration or model.config.integration
         self.patch = plain(model.patch)
         self.first = nn.Parameter((model.cls + model.position[:, :1]).detach(), requires_grad=False)
         self.position = nn.Parameter(model.position[:, 1:].detach(), requires_grad=False)
@@ -123,74 +122,135 @@ class Folded(nn.Module):
         self.attention = FoldedAttention(model.psi.attention)
         self.mlp = FoldedMLP(model.psi.mlp)
         self.head = model.head
-        if 1 < self.shape.classes <= TABULATED:
-            itself = torch.eye(self.shape.classes)
-            gaps = torch.cdist(model.head.weight.detach(), model.head.weight.detach(), compute_mode=EXACT)
-            self.nearness = nn.Parameter((1 - itself) / gaps.clamp_min(1e-6), requires_grad=False)  # 1 / |w_i - w_j|
-            self.itself = nn.Parameter(FAR * itself, requires_grad=False)  # so that a class is not its own rival
-        for matrix in (self.attention.project, self.mlp.up):
-            matrix.fused = not quantisable
-        if half:  # psi alone: the state it is added to, the stem and the head lose nothing
-            self.attention.half()
-            self.mlp.half()
-
-    @property
-    def memories(self) -> int:
-        return memories(self.integration.solver, self.integration.splitting)
-
-    @property
-    def rows(self) -> int:
-        return (1 + self.memories) * self.shape.tokens
+        self.boundary = Boundary(self)
 
     def begin(self, pixel_values: Tensor) -> Tensor:
         patches = self.patch(pixel_values).flatten(2).mT + self.position  # [B,D,g,g] -> [B,M,D]
         batch = patches.shape[0]  # not len(): that would fix the batch in the graph
-        below = self.rows - self.shape.tokens  # zeros: the solver remembers nothing yet
-        parts = [self.first.expand(batch, -1, -1), patches, self.registers.expand(batch, -1, -1)]
-        if below:
-            parts.append(patches.new_zeros(batch, below, self.shape.width))
-        return torch.cat(parts, 1)
-
-    def proper(self, state: Tensor) -> Tensor:
-        return state[:, : self.shape.tokens] if self.memories else state
-
-    def advance(self, state: Tensor, h: Size) -> tuple[Tensor, Tensor]:
-        """The next state [B,S*,D] and the velocity [B,S,D] at the start of the step."""
-        own = self.integration
-        x, *memory = state.split(self.shape.tokens, 1) if self.memories else (state,)
-        x, velocity, memory = advance((self.mix, self.transform), x, h, memory, own.solver, own.splitting)
-        return torch.cat([x, *memory], 1) if self.memories else x, velocity
-
-    def mix(self, x: Tensor) -> Tensor:
-        return self.attention(x.to(self.attention.project.weight.dtype)).float()
-
-    def transform(self, x: Tensor) -> Tensor:
-        return self.mlp(x.to(self.mlp.up.weight.dtype)).float()
+        return torch.cat([self.first.expand(batch, -1, -1), patches, self.registers.expand(batch, -1, -1)], 1)
 
     def answer(self, state: Tensor) -> Tensor:
         return self.head(state[:, 0])
 
     def cls_attention(self, state: Tensor) -> Tensor:
-        x = self.proper(state).to(self.attention.project.weight.dtype)
-        return self.attention.cls_map(x)[:, :, 1 : 1 + self.shape.patches].float()
+        """Of a state with whatever rows a solver remembers below it."""
+        maps = self.attention.cls_map(state[:, : self.shape.tokens])
+        return maps[:, :, 1 : 1 + self.shape.patches]
 
-    def margin(self, logits: Tensor) -> Tensor:
-        """Distance of the CLS state to the nearest decision boundary: min over j of (z_i - z_j) / |w_i - w_j|.
 
-        A part of the graph because the runtime, without onnx, cannot read the head's weights out of it.
-        """
-        weight = self.head.weight
+class Boundary(nn.Module):
+    """The nearest decision boundary of the head: how far CLS is from it, and what happens in its direction.
+
+    With i the answer and j the rival whose boundary is nearest, e = (w_i - w_j) / |w_i - w_j| is the unit vector away
+    from it. `margin` is the distance, `gain` how much of it the last step added, and `exponent` is
+    e' (d psi_0 / d x_0) e at the new state, the patches held: how fast a perturbation of CLS toward the boundary grows.
+    What is linear in e is kept as a table with a row for each class, up to `TABULATED` of them.
+    """
+
+    query: Tensor
+    query_bias: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    up: Tensor
+    up_bias: Tensor
+    down: Tensor
+
+    def __init__(self, folded: Folded):
+        super().__init__()
+        self.shape, self.tied = folded.shape, folded.attention.tied
+        self.heads = self.shape.heads
+        weight = folded.head.weight.detach()
+        query, key, value, bias = folded.attention.matrices()
+        up_bias = folded.mlp.up.bias
+        assert up_bias is not None
+        own = {
+            "query": query, "key": key, "query_bias": bias, "value": value, "output": folded.attention.output.weight,
+            "up": folded.mlp.up.weight, "up_bias": up_bias, "down": folded.mlp.down.weight,
+        }  # fmt: skip
+        for name, tensor in own.items():  # the very tensors of psi: stored once
+            self.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else _fixed(tensor))
+        self.head = folded.head
+        first = torch.zeros(self.shape.tokens, 1)
+        first[0] = 1
+        self.is_first = _fixed(first)  # [S,1]: the row of CLS
+        self.tabulated = 1 < self.shape.classes <= TABULATED
+        if self.tabulated:
+            itself = torch.eye(self.shape.classes)
+            gaps = torch.cdist(weight, weight, compute_mode=EXACT)
+            self.nearness = _fixed((1 - itself) / gaps.clamp_min(1e-6))  # 1 / |w_i - w_j|
+            self.itself = _fixed(FAR * itself)  # so that a class is not its own rival
+            self.table = _fixed(torch.cat(self.terms(weight), 1).half().float())  # three digits do, in half the bytes
+
+    def terms(self, e: Tensor) -> list[Tensor]:
+        """What is linear in directions [B,D]: themselves, and what psi makes of them."""
+        h, d = self.heads, self.shape.width // self.heads
+        turned = (e @ self.query).unflatten(1, (h, d)).unsqueeze(2)  # [B,H,1,d]
+        read = (e @ self.output.t()).unflatten(1, (h, d)).unsqueeze(2)
+        return [
+            e,
+            e @ self.key,
+            (turned @ self._heads(self.key)).flatten(1),  # [B,H*D]: how a token's attention score changes
+            (read @ self._heads(self.value)).flatten(1),  # [B,H*D]: what a token's value adds along e
+            e @ self.up,
+            e @ self.down.t(),
+        ]
+
+    def _heads(self, matrix: Tensor) -> Tensor:
+        return matrix.unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # [D,H*d] -> [H,d,D]
+
+    def forward(self, before: Tensor, after: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.shape.classes == 1:
+            none = torch.zeros_like(logits[:, 0])
+            return none + FAR, none, none
+        margin, terms = self.nearest(logits)
+        gain = ((after[:, 0] - before[:, 0]) * terms[0]).sum(-1)
+        return margin, gain, self.exponent(after, terms)
+
+    def nearest(self, logits: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The distance min over j of (z_i - z_j) / |w_i - w_j|, and the terms of the direction away from it."""
         top, best = logits.max(-1, keepdim=True)  # [B,1]
-        if len(weight) == 1:
-            return torch.full_like(top[:, 0], FAR)
-        if len(weight) <= TABULATED:  # one look-up instead of a product: at batch 1 each node counts
-            rivals, apart = F.embedding(best[:, 0], self.nearness), F.embedding(best[:, 0], self.itself)
-            return ((top - logits) * rivals + apart).amin(-1)
+        if self.tabulated:  # one look-up instead of a product: at batch 1 each node counts
+            near = F.embedding(best[:, 0], self.nearness)
+            distance = (top - logits) * near + F.embedding(best[:, 0], self.itself)
+            rival = distance.argmin(-1, keepdim=True)
+            both = F.embedding(best[:, 0], self.table) - F.embedding(rival[:, 0], self.table)
+            sizes = [self.shape.width] * 2 + [self.heads * self.shape.width] * 2 + [self.shape.hidden] * 2
+            return distance.amin(-1), list((both * near.gather(1, rival)).split(sizes, 1))
+        weight = self.head.weight
         own, square = weight[best[:, 0]], weight.square().sum(-1)  # [B,D], [C]
         gap = square[best[:, 0]].unsqueeze(-1) + square - 2 * own @ weight.t()  # |w_i - w_j|^2
         distance = (top - logits) / gap.clamp_min(1e-12).sqrt()
-        others = torch.arange(len(weight)) != best
-        return distance.where(others, FAR).amin(-1)
+        distance = distance.where(torch.arange(len(weight)) != best, FAR)
+        e = own - weight[distance.argmin(-1)]
+        return distance.amin(-1), self.terms(e / e.square().sum(-1, keepdim=True).clamp_min(1e-12).sqrt())
+
+    def exponent(self, state: Tensor, terms: list[Tensor]) -> Tensor:
+        e, key, scores, values, up, down = terms
+        h, cls = self.heads, state[:, 0]
+        query = torch.addmm(self.query_bias, cls, self.query).unflatten(1, (h, -1))  # [B,H,d]
+        if self.tied:  # the keys' lengths count, and those take all of them
+            keys = torch.addmm(self.query_bias, state.flatten(0, 1), self.key).unflatten(0, state.shape[:2])
+            keys = keys.unflatten(2, (h, -1)).transpose(1, 2)  # [B,H,S,d]
+            row = (keys @ query.unsqueeze(3)).squeeze(3) - 0.5 * keys.square().sum(-1)
+            row = row.mT  # [B,S,H]
+            vectors = torch.cat([scores.unflatten(1, (h, -1)), values.unflatten(1, (h, -1))], 1)  # [B,2H,D]
+            change, value = (state @ vectors.mT).split(h, 2)
+        else:
+            seen = (query.unsqueeze(2) @ self._heads(self.key)).squeeze(2)  # [B,H,D]
+            vectors = torch.cat([seen, scores.unflatten(1, (h, -1)), values.unflatten(1, (h, -1))], 1)  # [B,3H,D]
+            row, change, value = (state @ vectors.mT).split(h, 2)  # [B,S,H] each, up to what a softmax does not see
+            change = change + self.is_first * (query * key.unflatten(1, (h, -1))).sum(-1).unsqueeze(1)
+        share = row.softmax(1)
+        moved = share * (change - (share * change).sum(1, keepdim=True))
+        itself = share[:, 0] * (values.unflatten(1, (h, -1)) @ e.unsqueeze(2)).squeeze(2)  # [B,H]
+        hidden = torch.addmm(self.up_bias, cls, self.up)  # [B,E]
+        slope = 0.5 + 0.5 * torch.erf(hidden * 0.5**0.5) + hidden * torch.exp(-0.5 * hidden * hidden) * 0.3989422804
+        return (moved * value).sum((1, 2)) + itself.sum(1) + (slope * up * down).sum(1)
+
+
+def _fixed(value: Tensor) -> nn.Parameter:
+    return nn.Parameter(value.detach().contiguous(), requires_grad=False)
 
 
 class Stem(nn.Module):
@@ -203,18 +263,25 @@ class Stem(nn.Module):
 
 
 class Step(nn.Module):
-    """One step of a size of its own for each image, with the numbers that exit rules look at."""
+    """One Euler step of a size of its own for each image, with the numbers that exit rules look at.
+
+    After those come the values between the pieces that steps of other solvers are made of.
+    """
 
     def __init__(self, folded: Folded):
         super().__init__()
         self.folded = folded
 
-    def forward(self, state: Tensor, step_size: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        next_state, velocity = self.folded.advance(state, step_size.view(-1, 1, 1))
+    def forward(self, state: Tensor, step_size: Tensor) -> tuple[Tensor, ...]:
+        attention, maps = self.folded.attention(state)
+        mlp = self.folded.mlp(state)
+        velocity = attention + mlp
+        next_state = state + step_size.view(-1, 1, 1) * velocity
         logits = self.folded.answer(next_state)
+        margin, gain, exponent = self.folded.boundary(state, next_state, logits)
         speed = (velocity * velocity).flatten(1).sum(-1).sqrt()  # onnxruntime has no fast ReduceL2: 0.4x the time
         cls_speed = velocity[:, 0].norm(dim=-1)
-        return next_state, logits, self.folded.margin(logits), speed, cls_speed
+        return next_state, logits, margin, gain, exponent, speed, cls_speed, attention, mlp, maps, velocity
 
 
 class ClsAttention(nn.Module):
@@ -225,26 +292,3 @@ class ClsAttention(nn.Module):
 
     def forward(self, state: Tensor) -> Tensor:
         return self.folded.cls_attention(state)
-
-
-class Advance(nn.Module):
-    """One step of the size that the integration says, and nothing else."""
-
-    def __init__(self, folded: Folded):
-        super().__init__()
-        self.folded = folded
-
-    def forward(self, state: Tensor) -> Tensor:
-        return self.folded.advance(state, self.folded.integration.step_size)[0]
-
-
-class Answer(nn.Module):
-    """What is read from the last state."""
-
-    def __init__(self, folded: Folded, with_attention: bool = False):
-        super().__init__()
-        self.folded, self.with_attention = folded, with_attention
-
-    def forward(self, state: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        logits = self.folded.answer(state)
-        return (logits, self.folded.cls_attention(state)) if self.with_attention else logits

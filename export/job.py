@@ -1,4 +1,8 @@
-"""One export from beginning to end: load, trace, check, and only then leave a file behind."""
+"""One export from beginning to end: put together, check, and only then leave a file behind.
+
+Every graph is made of copies of the bundle's own parts, without torch. What is compared with is the runtime on those
+parts, which were checked against torch when they were made.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import torch
 
 from .. import __version__, bundle
-from ..bundle import Config, Integration
-from ..errors import UsageError, UserError
-from ..train.model import ODEViT
-from . import checks, formats, precision, tensorrt, triton
-from .adaptive import adaptive
+from ..bundle import STEP_OUTPUTS, Config, ExitPolicy, Integration
+from ..errors import UsageError, UserError, nearest
+from ..model_card import accuracy_at
+from ..runtime import exits
+from ..runtime.graphs import OPSET, Parts, write_metadata
+from ..runtime.sessions import Graphs
+from ..runtime.slots import Job as Image
+from ..runtime.slots import Slots
+from ..solvers import SOLVERS, SPLITTINGS
+from . import checks, formats, precision
 from .checks import Check
-from .graph import Folded
-from .onnx import OPSET, write_metadata
-from .pieces import STEP_OUTPUTS, Pieces
-from .unrolled import unrolled
 
 Array = np.ndarray[Any, Any]
 SOURCES = ("unrolled", "parts", "adaptive")
@@ -55,6 +59,7 @@ class Settings:
     source: str = "unrolled"
     output: str | None = None
     overwrite: bool = False
+    check: str = "runtime"  # or torch, beside it
 
     def given(self) -> dict[str, object]:
         """The options that differ from their defaults, by the names they have on the command line."""
@@ -74,6 +79,7 @@ class Report:
     files: dict[str, int] = field(default_factory=dict)  # path -> bytes
     checks: list[Check] = field(default_factory=list)
     comparison: dict[str, float | str] = field(default_factory=dict)
+    accuracy: str = ""  # what the card says of this number of steps
     seconds: dict[str, float] = field(default_factory=dict)
     load_seconds: float | None = None
     next: str = ""
@@ -83,110 +89,181 @@ class Report:
 
 
 class Job:
-    """An export under way. Formats call it for the graphs, the checks and the progress lines they share."""
+    """An export under way. Formats call it for the parts, the checks and the progress lines they share."""
 
     def __init__(self, source: str | None, settings: Settings, say: Callable[[str], None]):
-        self.settings, self.say = settings, say
+        self.settings: Settings = settings
+        self.say = say
         self.entry = formats.find(settings.format)
         formats.check_options(self.entry, settings.given())
-        if settings.precision not in precision.PRECISIONS:
-            raise UsageError(formats.nearest("precision", settings.precision, precision.PRECISIONS))
-        if settings.source not in SOURCES:
-            raise UsageError(formats.nearest("source", settings.source, SOURCES))
+        for name, value, known in (
+            ("precision", settings.precision, precision.PRECISIONS),
+            ("source", settings.source, SOURCES),
+            ("check", settings.check, ("runtime", "torch")),
+        ):
+            if value not in known:
+                raise UsageError(nearest(name, value, known))
         if settings.max_drop < 0:
             raise UsageError(f"--max-drop must be 0 or more points, not {settings.max_drop}")
-        self.batch = tensorrt.parse_batch(settings.batch)
-        self.folder = bundle.find(source)
+        self.batch = formats.tensorrt.parse_batch(settings.batch)
+        self.folder: Path = bundle.find(source)
         if not self.folder.is_dir():
             raise UserError(f"{self.folder} is exported already: give the bundle it was made from")
-        own = bundle.read_config(self.folder)
-        self.integration = _integration(own, settings)
-        self.config = own.replace(integration=self.integration, provenance=self._provenance(own))
-        self.name = re.sub(r"[^\w.-]+", "-", own.name) or "model"
-        self.report = Report(
-            settings.format,
-            own.name,
-            settings.precision,
-            self.integration,
-            int(self.integration.macs(own.architecture)),
-        )
-        self.target = self._target()
-        self._calibrated_for(own)
+        self.own = bundle.read_config(self.folder)
+        self.integration = _integration(self.own, settings)
+        self.config = self._config()
+        self.name: str = re.sub(r"[^\w.-]+", "-", self.own.name) or "model"
+        macs = int(self.integration.macs(self.own.architecture))
+        self.report = Report(settings.format, self.own.name, settings.precision, self.integration, macs)
+        self.target = _fitting(Path(settings.output), self) if settings.output else self.entry.target(self)
+        self._check_depth()
 
-    def _provenance(self, own: Config) -> dict[str, Any]:
+    @property
+    def stem(self) -> str:
+        """The name of a file without its ending."""
+        suffix = "" if self.settings.precision == "fp32" else f"-{self.settings.precision}"
+        return f"{self.name}-{self.integration.steps}steps{suffix}"
+
+    @property
+    def quoted(self) -> str:
+        return shlex.quote(str(self.target))
+
+    def _config(self) -> Config:
+        """That of the export: a proof made for other settings is left out, and so is travel over another horizon."""
+        own, policy = self.own, self.own.exit
+        same = self.integration == own.integration and self.settings.precision == "fp32"
+        if policy.calibration is not None and not same:
+            policy = dataclasses.replace(policy, calibration=None)
+            self.say(f"note: the guarantee was proven for {own.integration!s} in fp32, and does not cover this export")
+        if policy.travel and self.integration.horizon != own.integration.horizon:
+            rule = exits.RULES.get(policy.rule)
+            if self.settings.format == "onnx-adaptive" and rule is not None and rule.needs_travel:
+                raise UserError(
+                    f"the rule {policy.rule!r} needs the travel over a horizon of {self.integration.horizon:g}, and it "
+                    f"was measured over {own.integration.horizon:g}: calibrate a bundle of that horizon first"
+                )
+            policy = ExitPolicy(policy.rule, policy.threshold, policy.lyapunov)
+        confidence = own.confidence
+        if confidence is not None and not same:
+            confidence = dataclasses.replace(confidence, unsure=None)
+        return own.replace(
+            integration=self.integration,
+            exit=policy,
+            confidence=confidence,
+            exported_from=own.integration,
+            provenance={**own.provenance, "export": self._provenance()},
+        )
+
+    def _provenance(self) -> dict[str, Any]:
         """The command without what is private to this machine: where the bundle, the images and the output lie."""
-        words = ["odevit-serve", "export", own.name, "--format", self.settings.format]
+        words = ["odevit-serve", "export", self.own.name, "--format", self.settings.format]
         for option, value in self.settings.given().items():
             if option not in ("output", "overwrite", "calibration"):
                 words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
-        export = {"command": " ".join(words), "version": __version__, "precision": self.settings.precision}
-        return {**own.provenance, "export": export}
+        return {"command": " ".join(words), "version": __version__, "precision": self.settings.precision}
 
-    def _calibrated_for(self, own: Config) -> None:
-        if own.exit.travel and self.integration != own.integration and self.settings.format == "onnx-adaptive":
-            self.say(
-                f"note: the exit guarantee was calibrated for {_describe(own.integration)}; "
-                f"for {_describe(self.integration)} the rule runs without one"
+    def _check_depth(self) -> None:
+        """Quote what the card says of this number of steps; refuse a loss of more than `--max-drop` points."""
+        own, asked = self.own, self.integration
+        self.report.accuracy, drop = accuracy_at(own, asked)
+        if drop is not None and drop > self.settings.max_drop:
+            raise UserError(
+                f"{asked} loses {drop:.1f} points of accuracy ({self.report.accuracy}), more than the "
+                f"{self.settings.max_drop:g} allowed: choose another, or allow it with --max-drop"
             )
-
-    def _target(self) -> Path:
-        """Where the result goes: a file, or a folder for what consists of several."""
-        settings = self.settings
-        if settings.output:
-            return _fitting(Path(settings.output), settings)
-        if settings.format == "parts":
-            return self.folder
-        suffix = "" if settings.precision == "fp32" else f"-{settings.precision}"
-        stem = f"{self.name}-{self.integration.steps}steps{suffix}"
-        if settings.format == "triton":
-            return Path("triton") / self.name
-        if settings.format == "tensorrt":
-            return Path(stem if settings.source == "parts" else f"{stem}-{settings.source}.engine")
-        return Path(f"{stem}-adaptive.onnx" if settings.format == "onnx-adaptive" else f"{stem}.onnx")
+        if self.report.accuracy and asked != own.integration:
+            self.say(f"note: {self.report.accuracy}")
 
     @contextmanager
     def stage(self, text: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
         self.report.seconds[text] = round(time.perf_counter() - began, 3)
-        self.say(f"  {text:<44} {self.report.seconds[text]:7.1f} s")
+        self.say(f"  {text:<44} {self.report.seconds[text]:7.2f} s")
 
     def passed(self, *done: Check) -> None:
         self.report.checks.extend(done)
 
-    def load(self) -> None:
-        """Weights, images, and the pieces at the precision asked for."""
-        kind = self.settings.precision
-        with self.stage("load the bundle"):
-            self.model = ODEViT.from_pretrained(self.folder)
-            self.pictures = precision.pictures(self.config, self.folder, self.settings.calibration)
-        folded = Folded(self.model, self.integration, half=kind == "fp16", quantisable=kind == "int8")
-        self.pieces = Pieces(folded)
-        if kind == "int8":
+    @cached_property
+    def parts(self) -> Parts:
+        """The pieces of the bundle, at the precision asked for."""
+        with self.stage("read the bundle's parts"):
+            parts = Parts.of(self.folder, self.own)
+            graphs = self.graphs  # refuses parts of other weights
+        if self.settings.precision == "fp16":
+            precision.halve_fields(parts)
+        if self.settings.precision == "int8":
             images = precision.needed(self.pictures)
             some = images.pixels[: precision.WATCHED]
-            with self.stage(f"measure activations on {len(some)} images"):
-                seen = precision.ranges(folded, some)
-            symmetric = self.settings.format == "tensorrt"
-            self.pieces.quantise = partial(precision.quantise, seen=seen, symmetric=symmetric)
+            with self.stage(f"quantise on {len(some)} images"):
+                symmetric = self.settings.format == "tensorrt"
+                precision.quantise_fields(parts, precision.states(graphs, some), symmetric)
+        return parts
+
+    @cached_property
+    def graphs(self) -> Graphs:
+        """The bundle's own parts in onnxruntime, by the solver asked for: what every export is compared with."""
+        own = self.integration
+        return Graphs(self.folder, self.own, solver=own.solver, splitting=own.splitting)
+
+    @cached_property
+    def pictures(self) -> precision.Pictures | None:
+        return precision.pictures(self.config, self.folder, self.settings.calibration)
+
+    @cached_property
+    def torch_model(self) -> Any:
+        """The model in torch: for `parts`, and to compare with where it was asked for."""
+        from ..train.model import ODEViT
+
+        with self.stage("load the weights"):
+            return ODEViT.from_pretrained(self.folder)
 
     def images(self, batch: int) -> Array:
         found = self.pictures or precision.noise(self.config, max(checks.BATCHES))
         return found.pixels[np.arange(batch) % len(found.pixels)]
 
-    @torch.no_grad()
-    def torch_answer(self, pixels: Array, with_attention: bool = False) -> dict[str, Array]:
-        own, x = self.integration, self.model.stem(torch.from_numpy(pixels))
-        for point in self.model.trajectory(x, own.steps, own.horizon, own.solver, own.splitting):
-            x = point.state
-        answer = {"logits": self.model.answer(x).numpy()}
-        if with_attention:
-            answer["cls_attention"] = self.model.cls_attention(x).numpy()
-        return answer
+    def reference(self, pixels: Array, with_attention: bool = False) -> dict[str, Array]:
+        """What the runtime answers on the bundle's own parts."""
+        graphs, own = self.graphs, self.integration
+        state = graphs.stem.run(["state"], {"pixel_values": pixels})[0]
+        size = np.full(len(pixels), own.step_size, np.float32)
+        for _ in range(own.steps):
+            state, logits = graphs.step.run(["next_state", "logits"], {"state": state, "step_size": size})
+        answer = {"logits": logits}
+        return answer | {"cls_attention": graphs.maps(state)} if with_attention else answer
+
+    def torch_reference(self, pixels: Array, with_attention: bool = False) -> dict[str, Array]:
+        import torch
+
+        own, model = self.integration, self.torch_model
+        with torch.no_grad():
+            x = model.stem(torch.from_numpy(pixels))
+            for point in model.trajectory(x, own.steps, own.horizon, own.solver, own.splitting):
+                x = point.state
+            answer = {"logits": model.answer(x).numpy()}
+            return answer | {"cls_attention": model.cls_attention(x).numpy()} if with_attention else answer
+
+    def run_parts(self, sessions: Mapping[str, Any], pixels: Array) -> dict[str, Array]:
+        """A trajectory by freshly made parts."""
+        state = sessions[bundle.STEM].run(None, {"pixel_values": pixels})[0]
+        size = np.full(len(pixels), self.integration.step_size, np.float32)
+        for _ in range(self.integration.steps):
+            values = sessions[bundle.STEP].run(list(STEP_OUTPUTS), {"state": state, "step_size": size})
+            found = dict(zip(STEP_OUTPUTS, values))
+            state = found["next_state"]
+        tokens = np.ascontiguousarray(state[:, : self.config.architecture.tokens])
+        return {"logits": found["logits"], "cls_attention": sessions[bundle.ATTENTION].run(None, {"state": tokens})[0]}
 
     def save(self, graph: onnx.ModelProto, path: Path, **plain: object) -> None:
         """Write a graph with its metadata to a scratch file, and check the file by itself."""
-        write_metadata(graph, self.config, precision=self.settings.precision, **plain)
+        fresh = plain.get("format") == "parts" and self.settings.precision == "fp32"  # made of weights, not of parts
+        if fresh:
+            made_of = {"weights": bundle.digest(self.folder / bundle.WEIGHTS)}
+        else:
+            made_of = {"weights": self.parts.weights_digest}
+            if plain.get("format") != "parts":
+                made_of |= self.parts.digests
+        write_metadata(graph, self.config, precision=self.settings.precision, **plain, **made_of)
         onnx.save(graph, path)
         written = onnx.load(path)
         self.passed(*checks.structure(written, OPSET), checks.privacy(written))
@@ -197,17 +274,24 @@ class Job:
         self.report.load_seconds = (self.report.load_seconds or 0.0) + seconds
         return session
 
-    def check_size(self, paths: list[Path], steps: int, extra: float = 0.0) -> None:
-        kind = self.settings.precision
+    def check_size(self, paths: list[Path], steps: int) -> None:
         found = sum(path.stat().st_size for path in paths)
-        self.passed(checks.size(found, self.config, kind, checks.evaluations(self.config, steps), extra))
+        self.passed(checks.size(found, self.parts, self.config, checks.evaluations(self.config, steps)))
 
     def check_answers(self, answer: Callable[[Array], Mapping[str, Array]], with_attention: bool = False) -> None:
-        """Values against torch; at lower precision also the answers on images."""
-        kind = self.settings.precision
-        with self.stage("compare with torch at batch 1, 3 and 8"):
-            expected = partial(self.torch_answer, with_attention=with_attention)
-            self.passed(*checks.values(expected, answer, self.images, kind))
+        """Values against the runtime, or torch; at lower precision also the answers on images."""
+        kind, from_weights = (
+            self.settings.precision,
+            self.settings.format == "parts" and self.settings.precision == "fp32",
+        )
+        references = [] if from_weights else [("the runtime", self.reference)]
+        if from_weights or self.settings.check == "torch":
+            references.append(("torch", self.torch_reference))
+        for name, reference in references:
+            with self.stage(f"compare with {name} at batch 1, 3 and 8"):
+                ask = partial(reference, with_attention=with_attention)
+                found = checks.values(ask, answer, self.images, kind, name)
+                self.passed(*found)
         if kind != "fp32":
             self.check_precision(lambda pixels: answer(pixels)["logits"])
 
@@ -215,101 +299,77 @@ class Job:
         images = self.pictures or precision.noise(self.config)
         with self.stage(f"compare with fp32 on {len(images.pixels)} images"):
             check, self.report.comparison = precision.compare(
-                lambda pixels: self.torch_answer(pixels)["logits"],
+                lambda pixels: self.reference(pixels)["logits"],
                 logits,
                 images,
                 self.settings.precision,
                 self.settings.max_drop,
             )
         self.passed(check)
-        self.say(
-            "  "
-            + ", ".join(
-                f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in self.report.comparison.items()
-            )
-        )
+        figures = self.report.comparison.items()
+        self.say("  " + ", ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in figures))
 
     def check_quantised(self, graph: onnx.ModelProto, steps: int) -> None:
         if self.settings.precision == "int8":
-            found, wanted = precision.count(graph), steps * precision.quantised(self.pieces.folded)
+            found, wanted = precision.count(graph), steps * precision.products(self.integration)
             self.passed(checks.expect("8-bit matrix products", found == wanted, found, wanted))
 
-    @property
-    def attention_bytes(self) -> float:
-        """A projection kept as floats beside its 8-bit form, for attention maps."""
-        width = self.config.architecture.width
-        return 12.0 * width * width if self.settings.precision == "int8" else 0.0
+    def check_depths(self, session: Any) -> None:
+        """Class and depth of images against the runtime: by the bundle's own threshold, a lower one, and a budget."""
+        own, steps = self.config.exit.threshold, self.integration.steps
+        adaptive = exits.calibrated(self.config) and self.config.exit.rule != "fixed"
+        cases = (
+            [(own, steps), (own - abs(own) / 2, steps), (own, max(1, steps // 2))] if adaptive else [(np.inf, steps)]
+        )
+        for batch in checks.BATCHES:
+            for threshold, budget in cases:
+                pixels = self.images(batch)
+                feed = {
+                    "pixel_values": pixels,
+                    "threshold": np.array(threshold, np.float32),
+                    "max_steps": np.array(budget),
+                }
+                found = dict(zip(("logits", "steps", "exit_reason"), session.run(None, feed)))
+                check = checks.depths(self._runtime_depths(pixels, threshold, budget), found, batch)
+            self.passed(check)
 
-    def unrolled(self, path: Path) -> onnx.ModelProto:
-        """The unrolled graph, written to `path` and checked."""
-        maps, steps = self.settings.with_attention, self.integration.steps
-        with self.stage(f"trace {steps} steps"):
-            graph = unrolled(self.pieces, maps)
-        self.save(graph, path, format="onnx")
-        self.check_quantised(graph, steps)
-        self.check_size([path], steps, self.attention_bytes if maps else 0.0)
-        session = self.open(path)
-        names = [output.name for output in session.get_outputs()]
-        self.check_answers(lambda pixels: dict(zip(names, session.run(names, {"pixel_values": pixels}))), maps)
-        return graph
-
-    def adaptive(self, path: Path, compact: bool = True) -> onnx.ModelProto:
-        """The adaptive graph, written to `path` and checked."""
-        with self.stage("trace one step and its loop"):
-            graph = adaptive(self.pieces, self.config, compact)
-        self.save(graph, path, format="onnx-adaptive")
-        self.check_quantised(graph, 1)
-        self.check_size([path], 1)
-        session = self.open(path)
-        if self.settings.precision == "fp32":
-            with self.stage("compare depths at batch 1, 3 and 8"):
-                self.passed(*(self._depths(session, batch) for batch in checks.BATCHES))
-        else:
-            whole = {"kappa": np.array(np.inf, np.float32)}
-            self.check_answers(lambda pixels: {"logits": session.run(["logits"], {"pixel_values": pixels, **whole})[0]})
-        return graph
-
-    def _depths(self, session: Any, batch: int) -> Check:
-        """By the bundle's own rule, by a loose one, and with a budget."""
-        pixels, kappa, steps = self.images(batch), self.config.exit.threshold, self.integration.steps
-        for threshold, budget in ((kappa, steps), (kappa / 4, steps), (kappa, max(1, steps // 2))):
-            feed = {"pixel_values": pixels, "kappa": np.array(threshold, np.float32), "max_steps": np.array(budget)}
-            found = dict(zip(("logits", "steps", "exit_reason"), session.run(None, feed)))
-            wanted = checks.reference_depths(self.model, self.config, pixels, budget, threshold)
-            check = checks.depths(wanted, found, batch)
-        return check
-
-    def parts(self, scratch: Path) -> dict[str, onnx.ModelProto]:
-        """Stem, step and attention, written to `scratch` and checked along a whole trajectory."""
-        with self.stage("trace stem, step and attention"):
-            graphs = self.pieces.parts()
-        for name, graph in graphs.items():
-            self.save(graph, scratch / name, format="parts", part=name.removesuffix(".onnx"))
-        self.check_quantised(graphs[bundle.STEP], 1)
-        width = self.config.architecture.width
-        projection = 3 * width * width * checks.WEIGHT_BYTES["fp16" if self.settings.precision == "fp16" else "fp32"]
-        self.check_size([scratch / name for name in graphs], 1, projection)
-        sessions = {name: self.open(scratch / name) for name in graphs}
-        self.check_answers(partial(self._run_parts, sessions), with_attention=True)
-        return graphs
-
-    def _run_parts(self, sessions: Mapping[str, Any], pixels: Array) -> dict[str, Array]:
-        state = sessions[bundle.STEM].run(None, {"pixel_values": pixels})[0]
-        size = np.full(len(pixels), self.integration.step_size, np.float32)
-        for _ in range(self.integration.steps):
-            values = sessions[bundle.STEP].run(None, {"state": state, "step_size": size})
-            found = dict(zip(STEP_OUTPUTS, values))
-            state = found["next_state"]
-        maps = sessions[bundle.ATTENTION].run(None, {"state": state})[0]
-        return {"logits": found["logits"], "cls_attention": maps}
+    def _runtime_depths(self, pixels: Array, threshold: float, budget: int) -> dict[str, Array]:
+        """How the runtime ends the same images; `sure`: no score was within rounding of a threshold."""
+        fixed = not np.isfinite(threshold)
+        asked: dict[str, Any] = {"adaptive": False} if fixed else {"threshold": threshold}
+        depth = exits.resolve(self.config, max_steps=budget, **asked)
+        graphs = self.graphs
+        slots = Slots(graphs, len(pixels))
+        slots.measured = exits.Measured.of(self.config)
+        slots.admit(pixels, [Image(row, depth, trace=True) for row in range(len(pixels))])
+        ended: dict[int, Any] = {}
+        while slots.active:
+            ended |= {outcome.job.key: outcome for outcome in slots.step()}
+        outcomes = [ended[row] for row in range(len(pixels))]
+        near = 1e-3 * max(abs(depth.threshold), 1e-6) if not fixed else 0.0
+        sure = [
+            fixed
+            or all(
+                abs(s.score - depth.threshold) > near
+                and (np.isinf(depth.lyapunov) or abs(s.lyapunov_times / depth.lyapunov - 1) > 1e-3)
+                for s in outcome.trace
+            )
+            for outcome in outcomes
+        ]
+        return {
+            "logits": np.stack([outcome.logits for outcome in outcomes]),
+            "steps": np.array([outcome.steps for outcome in outcomes]),
+            "exit_reason": np.array([int(outcome.reason) for outcome in outcomes]),
+            "sure": np.array(sure),
+        }
 
 
 def _integration(config: Config, settings: Settings) -> Integration:
     own = config.integration
-    for name, known in (("solver", bundle.SOLVERS), ("splitting", bundle.SPLITTINGS)):
+    for name, known in (("solver", SOLVERS), ("splitting", SPLITTINGS)):
         given = getattr(settings, name)
         if given is not None and given not in known:
-            raise UsageError(formats.nearest(name, given, known))
+            raise UsageError(nearest(name, given, known))
     return Integration(
         own.horizon if settings.horizon is None else settings.horizon,
         own.steps if settings.steps is None else settings.steps,
@@ -318,85 +378,14 @@ def _integration(config: Config, settings: Settings) -> Integration:
     )
 
 
-def _fitting(output: Path, settings: Settings) -> Path:
+def _fitting(output: Path, job: Job) -> Path:
     """The output asked for, if its name says what it will be: other tools go by that."""
-    single = settings.format == "tensorrt" and settings.source != "parts"
-    wanted = ".onnx" if settings.format.startswith("onnx") else ".engine" if single else None
+    wanted, name = job.entry.suffix(job), job.entry.name
     if wanted and output.suffix != wanted:
-        raise UsageError(f"--output {output} must end in {wanted} for the format {settings.format}")
-    if wanted is None and output.is_file():
-        raise UsageError(f"--output {output} is a file, and the format {settings.format} makes a folder")
+        raise UsageError(f"--output {output} must end in {wanted} for the format {name}")
+    if not wanted and output.is_file():
+        raise UsageError(f"--output {output} is a file, and the format {name} makes a folder")
     return output
-
-
-def _describe(own: Integration) -> str:
-    return f"{own.steps} steps of {own.solver} ({own.splitting}) over horizon {own.horizon:g}"
-
-
-def _word(path: Path) -> str:
-    return shlex.quote(str(path))
-
-
-def make_onnx(job: Job, scratch: Path) -> dict[str, Path]:
-    job.unrolled(scratch / "model.onnx")
-    job.report.next = f"odevit-serve predict --model {_word(job.target)} image.jpg"
-    return {"model.onnx": job.target}
-
-
-def make_adaptive(job: Job, scratch: Path) -> dict[str, Path]:
-    job.adaptive(scratch / "model.onnx")
-    job.report.next = f"odevit-serve predict --model {_word(job.target)} image.jpg"
-    return {"model.onnx": job.target}
-
-
-def make_parts(job: Job, scratch: Path) -> dict[str, Path]:
-    names = list(job.parts(scratch))
-    if job.target != job.folder:
-        (scratch / bundle.CONFIG).write_text(job.config.to_json(), encoding="utf-8")
-        names.append(bundle.CONFIG)
-    job.report.next = f"odevit-serve predict --model {_word(job.target)} image.jpg"
-    return {name: job.target / name for name in names}
-
-
-def make_triton(job: Job, scratch: Path) -> dict[str, Path]:
-    name = job.target.name
-    job.passed(triton.lay_out(scratch / name, job.config, name, job.batch, job.settings.with_attention))
-    job.unrolled(scratch / name / "1" / "model.onnx")
-    job.report.next = f"tritonserver --model-repository {_word(job.target.parent)}"
-    return {name: job.target}
-
-
-def make_tensorrt(job: Job, scratch: Path) -> dict[str, Path]:
-    trt = tensorrt.find_module()
-    if hasattr(trt, "ComputeCapability"):
-        tensorrt.capability(trt, job.settings.gpu)  # a wrong name is told before any work
-    (scratch / "onnx").mkdir()
-    if job.settings.source == "parts":
-        graphs = job.parts(scratch / "onnx")
-        targets = {name.replace(".onnx", ".engine"): job.target / name.replace(".onnx", ".engine") for name in graphs}
-    else:
-        path = scratch / "onnx" / "model.onnx"
-        graph = job.unrolled(path) if job.settings.source == "unrolled" else job.adaptive(path, compact=False)
-        graphs, targets = {"model.onnx": graph}, {"model.engine": job.target}
-    for name, graph in graphs.items():
-        with job.stage(f"build {name.removesuffix('.onnx')} for {job.settings.gpu} by {trt.__name__}"):
-            engine = tensorrt.build(trt, graph.SerializeToString(), job.batch, job.settings.gpu)
-        (scratch / name.replace(".onnx", ".engine")).write_bytes(engine)
-    (scratch / bundle.CONFIG).write_text(job.config.to_json(), encoding="utf-8")
-    beside = job.target / bundle.CONFIG if job.settings.source == "parts" else job.target.with_suffix(".json")
-    job.report.next = (
-        f"on a machine with that GPU: python -m odevit_serve.export.tensorrt {_word(next(iter(targets.values())))}"
-    )
-    return {**targets, bundle.CONFIG: beside}
-
-
-MAKERS: dict[str, Callable[[Job, Path], dict[str, Path]]] = {
-    "onnx": make_onnx,
-    "onnx-adaptive": make_adaptive,
-    "parts": make_parts,
-    "tensorrt": make_tensorrt,
-    "triton": make_triton,
-}
 
 
 def export(source: str | None, settings: Settings, say: Callable[[str], None] = lambda text: None) -> Report:
@@ -405,14 +394,13 @@ def export(source: str | None, settings: Settings, say: Callable[[str], None] = 
     job = Job(source, settings, say)
     refuse_existing(job)
     try:
-        beside = job.target if settings.format == "parts" and job.target.is_dir() else job.target.parent
+        beside = job.target if job.entry.in_bundle and job.target.is_dir() else job.target.parent
         beside.mkdir(parents=True, exist_ok=True)  # on the same disk, or a move would not be one step
         scratch = Path(tempfile.mkdtemp(prefix=".odevit-serve-", dir=beside))
     except OSError as error:
         raise UserError(f"cannot write beside {job.target}: {error.strerror}") from None
     try:
-        job.load()
-        made = MAKERS[settings.format](job, scratch)
+        made = job.entry.make(job, scratch)
         for name, target in made.items():
             install(scratch / name, target, scratch)
             job.report.files[str(target)] = _bytes(target)
@@ -425,9 +413,7 @@ def export(source: str | None, settings: Settings, say: Callable[[str], None] = 
 def refuse_existing(job: Job) -> None:
     if job.settings.overwrite:
         return
-    parts = job.settings.format == "parts"
-    there = [job.target / name for name in (bundle.STEM, bundle.STEP, bundle.ATTENTION)] if parts else [job.target]
-    for path in there:
+    for path in [job.target / name for name in job.entry.in_bundle] or [job.target]:
         if path.exists():
             raise UsageError(f"{path} exists: add --overwrite to replace it, or choose another with --output")
 

@@ -1,58 +1,22 @@
-"""From torch modules to ONNX models: the exporter called once a piece, and pieces put together by name.
+"""ONNX models put together by name, and what is stored in them.
 
-`trace` gives a model cleaned of everything local. `assemble` takes a graph written in ONNX's own text form, in which a
-node like `state = piece.Stem (pixel_values)` stands for a traced piece, and puts the piece's nodes in its place.
-Weights go to the outermost graph, once, however often a piece is used.
+`assemble` takes a graph written in ONNX's own text form, in which a node like `state = piece.Stem (pixel_values)`
+stands for another graph, and puts that one's nodes in its place. Weights go to the outermost graph, once, however often
+a piece is used.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.parser
-import torch
 from onnx import numpy_helper
-from torch import Tensor, nn
 
 from .. import __version__
-from ..bundle import METADATA_KEY, Config
-
-OPSET = 20  # 23 and above emit an Attention op that TensorRT takes neither in fp32 nor inside a Loop
-IR_VERSION = 10
-PRODUCER = "odevit-serve"
-GRAPH, GRAPHS = onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS
-
-
-def trace(
-    module: nn.Module, examples: Mapping[str, Tensor], outputs: Sequence[str], opset: int = OPSET
-) -> onnx.ModelProto:
-    """The ONNX model of `module`; the first axis of every example is the batch, free in the graph."""
-    batch = torch.export.Dim("batch", min=1)
-    with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            module.eval(),
-            tuple(examples.values()),
-            dynamo=True,
-            opset_version=opset,
-            input_names=list(examples),
-            output_names=list(outputs),
-            dynamic_shapes={name: {0: batch} for name in examples},
-            verbose=False,
-        )
-    assert program is not None
-    model = program.model_proto
-    model.ir_version = IR_VERSION
-    clean(model)
-    _lift_constants(model.graph)
-    return model
+from ..runtime.graphs import IR_VERSION, OPSET, PRODUCER, every_graph, replace, subgraphs
 
 
 def halve(model: onnx.ModelProto, least: int = 1024) -> None:
@@ -71,37 +35,7 @@ def halve(model: onnx.ModelProto, least: int = 1024) -> None:
             name = tensor.name
             tensor.CopyFrom(numpy_helper.from_array(small, f"{name}.half"))
             casts.append(onnx.helper.make_node("Cast", [f"{name}.half"], [name], to=onnx.TensorProto.FLOAT))
-    _replace(graph.node, [*casts, *graph.node])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter's running commentary is for its developers."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type == GRAPH:
-            yield attribute.g
-        elif attribute.type == GRAPHS:
-            yield from attribute.graphs
-
-
-def every_graph(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """The graph and all graphs inside its nodes."""
-    yield graph
-    for node in graph.node:
-        for inner in subgraphs(node):
-            yield from every_graph(inner)
+    replace(graph.node, [*casts, *graph.node])
 
 
 def clean(model: onnx.ModelProto) -> None:
@@ -115,26 +49,6 @@ def clean(model: onnx.ModelProto) -> None:
         for item in (*graph.input, *graph.output, *graph.value_info, *graph.initializer, *graph.node):
             item.doc_string = ""
             del item.metadata_props[:]
-
-
-def _lift_constants(graph: onnx.GraphProto) -> None:
-    """Constant nodes become initialisers, which repeated pieces share."""
-    kept = []
-    for node in graph.node:
-        if node.op_type == "Constant" and node.attribute[0].name == "value":
-            tensor = node.attribute[0].t
-            tensor.name = node.output[0]
-            graph.initializer.append(tensor)
-        else:
-            kept.append(node)
-    _replace(graph.node, kept)
-    stored = {tensor.name for tensor in graph.initializer}  # their shapes are told once, by the tensors themselves
-    _replace(graph.value_info, [value for value in graph.value_info if value.name not in stored])
-
-
-def _replace(field: Any, items: list[Any]) -> None:
-    del field[:]
-    field.extend(items)
 
 
 def assemble(
@@ -151,7 +65,7 @@ def assemble(
         graph.initializer.append(numpy_helper.from_array(value, name))
     _place(graph, pieces, stored, "batch")
     _settle(graph)
-    _replace(model.opset_import, [onnx.helper.make_opsetid("", OPSET)])
+    replace(model.opset_import, [onnx.helper.make_opsetid("", OPSET)])
     clean(model)
     return model
 
@@ -187,7 +101,7 @@ def _place(
             graph.value_info.extend(shapes)
         else:
             nodes.append(node)
-    _replace(graph.node, nodes)
+    replace(graph.node, nodes)
 
 
 def _settle(graph: onnx.GraphProto) -> None:
@@ -199,7 +113,7 @@ def _settle(graph: onnx.GraphProto) -> None:
             moving = [t for t in graph.initializer if t.name in inside and t.name not in outside]
             inner.initializer.extend(moving)
             kept = {t.name for t in moving}
-            _replace(graph.initializer, [t for t in graph.initializer if t.name not in kept])
+            replace(graph.initializer, [t for t in graph.initializer if t.name not in kept])
 
 
 def _instance(
@@ -217,8 +131,8 @@ def _instance(
         copy = onnx.NodeProto()
         copy.CopyFrom(node)
         copy.name = f"{prefix}.{node.op_type}{number}"
-        _replace(copy.input, [names.get(name, "") for name in node.input])
-        _replace(copy.output, [names.get(name, "") for name in node.output])
+        replace(copy.input, [names.get(name, "") for name in node.input])
+        replace(copy.output, [names.get(name, "") for name in node.output])
         nodes.append(copy)
     for value in piece.value_info:  # loading is about twice as slow without
         if value.name in names and value.name not in bound:
@@ -230,25 +144,3 @@ def _instance(
                     dim.dim_param = batch
             shapes.append(info)
     return nodes, shapes
-
-
-def write_metadata(model: onnx.ModelProto, config: Config, **plain: object) -> None:
-    """The bundle's config under our key, and beside it the plain keys that other tools read."""
-    size = config.architecture.image_size
-    labels = config.labels or tuple(str(i) for i in range(config.architecture.classes))
-    keys: dict[str, object] = {
-        METADATA_KEY: config.to_json(),
-        "description": f"ODE-ViT {config.name}",
-        "author": PRODUCER,
-        "version": __version__,
-        "license": config.license,
-        "task": "classify",
-        "stride": config.architecture.patch_size,
-        "imgsz": json.dumps([size, size]),
-        "channels": config.architecture.channels,
-        "names": dict(enumerate(labels)),
-        **plain,
-    }
-    del model.metadata_props[:]
-    for key, value in keys.items():
-        model.metadata_props.add(key=key, value=str(value))

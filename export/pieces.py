@@ -1,70 +1,71 @@
-"""The traced pieces that all graphs are put together from, and `parts`: three of them as files for the engine."""
+"""`parts`: from weights to the three graphs that everything else is made of. The only export that needs torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
 import torch
-from torch import Tensor, nn
 
 from .. import bundle
+from ..bundle import STEP_OUTPUTS, Integration
+from ..runtime.graphs import NAMED, Parts, stem_graph, step_graph, write_metadata
 from ..train.model import ODEViT
-from .graph import Advance, Answer, ClsAttention, Folded, Stem, Step
-from .onnx import halve, trace, write_metadata
+from .graph import ClsAttention, Folded, Stem, Step
+from .onnx import halve
+from .tracing import trace
 
-STEP_OUTPUTS = ("next_state", "logits", "margin", "speed", "cls_speed")
+CANONICAL = Integration(12.0, 12)  # an Euler step: the pieces of all others are cut from it
 
 
-class Pieces:
-    """Traces what it is asked for; `quantise` then makes matrices 8-bit and says how many it reached."""
+def traced(model: ODEViT) -> dict[str, onnx.ModelProto]:
+    """Stem, Euler step and attention of a model, by file name."""
+    folded, shape = Folded(model.eval()), model.config.architecture
+    state = torch.zeros(2, shape.tokens, shape.width)
+    images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size)
+    stem = trace(Stem(folded), {"pixel_values": images}, ["state"])
+    step = trace(Step(folded), {"state": state, "step_size": torch.ones(2)}, [*STEP_OUTPUTS, *NAMED])
+    _hide(step, NAMED)
+    evaluated = {"attention": "state", "mlp": "state", "point": "state", "next": "next_state"}
+    step.metadata_props.add(key="evaluated", value=json.dumps(evaluated))
+    return {
+        bundle.STEM: stem,
+        bundle.STEP: step,
+        bundle.ATTENTION: trace(ClsAttention(folded), {"state": state}, ["cls_attention"]),
+    }
 
-    def __init__(self, folded: Folded, quantise: Callable[[onnx.ModelProto], int] | None = None):
-        self.folded, self.quantise = folded, quantise
-        self.quantised: dict[str, int] = {}
 
-    def stem(self) -> onnx.ModelProto:
-        shape = self.folded.shape
-        images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size)
-        return trace(Stem(self.folded), {"pixel_values": images}, ["state"])
+def _hide(model: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Make outputs of a graph plain values of it, under the same names."""
+    graph = model.graph
+    hidden = [value for value in graph.output if value.name in names]
+    for value in hidden:
+        graph.output.remove(value)
+    graph.value_info.extend(hidden)
 
-    def step(self) -> onnx.ModelProto:
-        examples = {"state": self._state(), "step_size": torch.ones(2)}
-        return self._moving("step", Step(self.folded), examples, STEP_OUTPUTS)
 
-    def advance(self) -> onnx.ModelProto:
-        return self._moving("advance", Advance(self.folded), {"state": self._state()}, ["next_state"])
-
-    def answer(self, with_attention: bool) -> onnx.ModelProto:
-        outputs = ["logits", "cls_attention"] if with_attention else ["logits"]
-        return trace(Answer(self.folded, with_attention), {"state": self._state()}, outputs)
-
-    def attention(self) -> onnx.ModelProto:
-        return trace(ClsAttention(self.folded), {"state": self._state()}, ["cls_attention"])
-
-    def parts(self) -> dict[str, onnx.ModelProto]:
-        """File name -> graph."""
-        return {bundle.STEM: self.stem(), bundle.STEP: self.step(), bundle.ATTENTION: self.attention()}
-
-    def _state(self) -> Tensor:
-        return torch.zeros(2, self.folded.rows, self.folded.shape.width)
-
-    def _moving(
-        self, name: str, module: nn.Module, examples: dict[str, Tensor], outputs: Sequence[str]
-    ) -> onnx.ModelProto:
-        model = trace(module, examples, outputs)
-        if self.quantise is not None:
-            self.quantised[name] = self.quantise(model)
-        return model
+def make(model: ODEViT) -> dict[str, onnx.ModelProto]:
+    """The three graphs of a bundle, for its own solver and splitting."""
+    graphs, config = traced(model), model.config
+    for graph in graphs.values():
+        halve(graph)
+    own = config.integration
+    if (own.solver, own.splitting) != (CANONICAL.solver, CANONICAL.splitting):
+        parts = Parts(graphs[bundle.STEM], graphs[bundle.STEP], config)
+        graphs |= {bundle.STEM: stem_graph(parts, own), bundle.STEP: step_graph(parts, own)}
+    return graphs
 
 
 def write_parts(folder: Path) -> list[Path]:
+    """Make the graphs of the bundle in `folder`, with the digest of the weights they were made from."""
     model = ODEViT.from_pretrained(folder)
-    graphs = Pieces(Folded(model)).parts()
+    weights = bundle.digest(folder / bundle.WEIGHTS)
+    graphs = make(model)
     for name, graph in graphs.items():
-        halve(graph)
-        write_metadata(graph, model.config, format="parts", part=name.removesuffix(".onnx"), precision="fp32")
+        part = name.removesuffix(".onnx")
+        write_metadata(graph, model.config, format="parts", part=part, precision="fp32", weights=weights)
         with bundle.atomic(folder / name) as path:
             onnx.save(graph, path)
     return [folder / name for name in graphs]

@@ -1,12 +1,14 @@
 """`--precision`: half and 8-bit weights, and what they cost on images.
 
-fp16 is made in torch (`Folded(half=True)`). int8 puts QuantizeLinear and DequantizeLinear around the four matrices of
-psi in a traced piece, before pieces are put together: so it works inside loops as well, and weights stay stored once.
+Both are made of the two pieces of psi, by onnxruntime's own tools, before pieces are put together: so they work inside
+loops as well, and weights stay stored once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +16,22 @@ from typing import Any
 
 import numpy as np
 import onnx
-import torch
 from onnx import helper, numpy_helper
-from torch import Tensor, nn
 
-from .. import data, images
-from ..bundle import SOLVERS, Config
+from ..bundle import Config, Integration
+from ..data import datasets as data
+from ..data import images
 from ..errors import UsageError
+from ..runtime.graphs import Parts, Piece, cut, every_graph, replace
+from ..runtime.sessions import Graphs
+from ..solvers import evaluations
 from .checks import Check, expect
-from .graph import Folded
-from .onnx import every_graph
 
 PRECISIONS = ("fp32", "fp16", "int8")
-MATRICES = ("attention.project", "attention.output", "mlp.up", "mlp.down")
 BUNDLED = "calibration.zip"  # pictures that a bundle may bring along
-WEIGHT_LEVELS = 63  # 7 bits: kernels for CPUs without VNNI add two products in 16 bits, where 8 would overflow unseen
 MOST_IMAGES = 512  # to compare answers on
 WATCHED = 128  # of them, to measure activations on
 Array = np.ndarray[Any, Any]
-Ranges = dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -73,68 +72,101 @@ def noise(config: Config, count: int = 256) -> Pictures:
     return Pictures(np.random.default_rng(0).normal(size=shape).astype(np.float32), None, "random images")
 
 
-@torch.no_grad()
-def ranges(folded: Folded, pixels: Array, batch: int = 32) -> Ranges:
-    """Smallest and largest value that each matrix of psi is given along the trajectories of the images."""
-    with _watched(folded) as seen:
-        for start in range(0, len(pixels), batch):
-            state = folded.begin(torch.from_numpy(pixels[start : start + batch]))
-            for _ in range(folded.integration.steps):
-                state, _ = folded.advance(state, folded.integration.step_size)
+def states(graphs: Graphs, pixels: Array, batch: int = 32) -> list[Array]:
+    """States along the trajectories of the images: what G and F are given."""
+    own, tokens = graphs.config.integration, graphs.config.architecture.tokens
+    seen = []
+    for start in range(0, len(pixels), batch):
+        some = pixels[start : start + batch]
+        state = graphs.stem.run(["state"], {"pixel_values": some})[0]
+        size = np.full(len(some), own.step_size, np.float32)
+        for _ in range(own.steps):
+            seen.append(np.ascontiguousarray(state[:, :tokens]))
+            state = graphs.step.run(["next_state"], {"state": state, "step_size": size})[0]
     return seen
 
 
-@contextmanager
-def _watched(folded: Folded) -> Iterator[Ranges]:
-    seen: Ranges = {}
-
-    def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            low, high = seen.get(name, (0.0, 0.0))  # zero must be exact, for padding and empty rows
-            seen[name] = (min(low, float(inputs[0].min())), max(high, float(inputs[0].max())))
-
-        return note
-
-    hooks = [folded.get_submodule(name).register_forward_pre_hook(watch(name)) for name in MATRICES]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def quantised(folded: Folded) -> int:
+def products(own: Integration) -> int:
     """Matrix products that an 8-bit graph must have per step: all of psi's, at every evaluation."""
-    own = folded.integration
-    attention = 2 if own.splitting == "strang" else 1
-    return SOLVERS[own.solver] * (2 * attention + 2)
+    return 2 * sum(evaluations(own.solver, own.splitting))
 
 
-def quantise(model: onnx.ModelProto, seen: Ranges, symmetric: bool = False) -> int:
-    """Make psi's matrices in a traced piece 8-bit, in place; the number of products this reached.
+def full_weights(piece: Piece) -> onnx.ModelProto:
+    """The piece as a model whose weights are float32, whatever they are stored in, with plain matrix products."""
+    model = piece.as_model()
+    graph = model.graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    nodes = []
+    for node in graph.node:
+        if node.op_type == "Cast" and node.input[0] in stored:
+            value = numpy_helper.to_array(stored[node.input[0]]).astype(np.float32)
+            graph.initializer.append(numpy_helper.from_array(value, node.output[0]))
+        elif node.op_type == "Gemm":  # the quantised kernels want a MatMul
+            product = f"{node.output[0]}.product"
+            nodes.append(helper.make_node("MatMul", node.input[:2], [product], f"{node.name}.product"))
+            nodes.append(helper.make_node("Add", [product, node.input[2]], node.output, node.name))
+        else:
+            nodes.append(node)
+    replace(graph.node, nodes)
+    read = {name for node in graph.node for name in node.input}
+    replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
+    return model
+
+
+def _as_piece(model: onnx.ModelProto) -> Piece:
+    return cut(model, [value.name for value in model.graph.input], [value.name for value in model.graph.output])
+
+
+def halve_fields(parts: Parts) -> None:
+    """G and F in half precision; the state they are added to, the stem and the head lose nothing."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    for key in ("attention", "mlp"):
+        piece: Piece = getattr(parts, key)
+        half = convert_float_to_float16(full_weights(piece), keep_io_types=True, disable_shape_infer=True)
+        setattr(parts, key, _as_piece(half))
+
+
+def quantise_fields(parts: Parts, seen: Sequence[Array], symmetric: bool = False) -> None:
+    """The matrix products of G and F in 8 bits, by onnxruntime's own quantiser, calibrated on the states given.
 
     Activations are uint8 with a zero point, which CPUs multiply fastest, or int8 without one, as TensorRT wants it.
+    Weights have 7 bits: kernels for CPUs without VNNI add two products in 16 bits, where 8 would overflow unseen.
     """
-    graph = model.graph
-    weights = {t.name: name for t in graph.initializer for name in MATRICES if t.name.endswith(f"{name}.weight")}
-    nodes: list[onnx.NodeProto] = []
-    activations: dict[tuple[str, tuple[float, float]], str] = {}
-    count = 0
-    for node in graph.node:
-        matrix = weights.get(node.input[1]) if node.op_type == "MatMul" else None
-        if matrix is not None:
-            key = (node.input[0], seen[matrix])
-            if key not in activations:
-                activations[key] = f"{node.input[0]}.{matrix}.rounded"
-                nodes.extend(_activation(graph, node.input[0], activations[key], matrix, seen[matrix], symmetric))
-            node.input[0] = activations[key]
-            node.input[1] = _dequantised(node.input[1])
-            count += 1
-        nodes.append(node)
-    dequantised = [_weight(graph, name) for name in weights]
-    del graph.node[:]
-    graph.node.extend([*dequantised, *nodes])
-    return count
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class States(CalibrationDataReader):
+        def __init__(self, name: str):
+            self.rows = iter([{name: state} for state in seen])
+
+        def get_next(self) -> dict[str, Array] | None:
+            return next(self.rows, None)
+
+    for key in ("attention", "mlp"):
+        model = full_weights(getattr(parts, key))
+        stored = {tensor.name for tensor in model.graph.initializer}
+        chosen = [node.name for node in model.graph.node if node.op_type == "MatMul" and node.input[1] in stored]
+        name = model.graph.input[0].name
+        with tempfile.TemporaryDirectory() as folder, _quiet():
+            target = str(Path(folder) / "int8.onnx")
+            quantize_static(
+                model, target, States(name), quant_format=QuantFormat.QDQ, op_types_to_quantize=["MatMul"],
+                per_channel=True, reduce_range=True, activation_type=QuantType.QInt8 if symmetric else QuantType.QUInt8,
+                weight_type=QuantType.QInt8, nodes_to_quantize=chosen,
+                extra_options={"ActivationSymmetric": symmetric, "WeightSymmetric": True},
+            )  # fmt: skip
+            made = onnx.load(target)
+        setattr(parts, key, _as_piece(made))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The quantiser's advice to preprocess does not apply to a piece of a graph."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def count(model: onnx.ModelProto) -> int:
@@ -144,46 +176,6 @@ def count(model: onnx.ModelProto) -> int:
         dequantised = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
         found += sum(node.op_type == "MatMul" and set(node.input) <= dequantised for node in graph.node)
     return found
-
-
-def _dequantised(name: str) -> str:
-    return f"{name}.float"
-
-
-def _weight(graph: onnx.GraphProto, name: str) -> onnx.NodeProto:
-    """A weight as 8-bit integers with a scale for each output column."""
-    tensor = next(t for t in graph.initializer if t.name == name)
-    value = numpy_helper.to_array(tensor)
-    scale = np.maximum(np.abs(value).max(0), 1e-12) / WEIGHT_LEVELS
-    graph.initializer.remove(tensor)
-    graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.rint(value / scale).astype(np.int8), f"{name}.int8"),
-            numpy_helper.from_array(scale.astype(np.float32), f"{name}.scale"),
-            numpy_helper.from_array(np.zeros(len(scale), np.int8), f"{name}.zero"),
-        ]
-    )
-    inputs = [f"{name}.int8", f"{name}.scale", f"{name}.zero"]
-    return helper.make_node("DequantizeLinear", inputs, [_dequantised(name)], f"{name}.dequantise", axis=1)
-
-
-def _activation(
-    graph: onnx.GraphProto, source: str, target: str, matrix: str, seen: tuple[float, float], symmetric: bool
-) -> list[onnx.NodeProto]:
-    low, high = seen
-    if symmetric:
-        scale, zero = max(-low, high, 1e-12) / 127, np.array(0, np.int8)
-    else:
-        scale = max(high - low, 1e-12) / 255
-        zero = np.array(round(-low / scale), np.uint8)
-    names = [f"{target}.scale", f"{target}.zero"]
-    graph.initializer.extend(
-        [numpy_helper.from_array(np.array(scale, np.float32), names[0]), numpy_helper.from_array(zero, names[1])]
-    )
-    return [
-        helper.make_node("QuantizeLinear", [source, *names], [f"{target}.int8"], f"{target}.quantise"),
-        helper.make_node("DequantizeLinear", [f"{target}.int8", *names], [target], f"{target}.dequantise"),
-    ]
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""From a finished run to a model in the box, in one command for those who build the package:
+"""From a finished run to a bundled model, in one command for those who build the package:
 
     python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
         [--teacher-weights FILE]
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import bundle
-from ..benchmark_torch import teacher_time
-from ..calibrate import calibrate, open_images
-from ..card import write_card
+from ..benchmark.torch_rows import teacher_time
+from ..guarantee.calibrate import calibrate, open_images
+from ..model_card import write_card
 from ..train.model import ODEViT
+from ..train.recipe import Teaching
 from ..train.val import by_step, validate
 from . import parts
 from .job import install
@@ -35,11 +36,11 @@ def ship(
     facts = dataclasses.replace(config.teacher, **(teacher or {})) if config.teacher else None
     provenance = {**config.provenance, "note": note} if note else config.provenance
     model.config = config.replace(name=folder.name, teacher=facts, provenance=provenance)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:  # what is in the box stays until all went well
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:  # the old bundle stays until all went well
         made = Path(scratch) / folder.name
         model.save_pretrained(made, half=True)
         parts(made)
-        calibrate(made, open_images(data, "validation", provenance=provenance), EPSILON, DELTA)
+        calibrate(made, open_images(data, _aside(config), division=config.division), EPSILON, DELTA)
         config = bundle.read_config(made)
         if config.teacher:
             time = round(teacher_time(made, config.teacher, Path(scratch)), 2)
@@ -49,17 +50,22 @@ def ship(
         install(made, folder, Path(scratch))
 
 
+def _aside(config: bundle.Config) -> str:
+    """The images to calibrate on: those set aside for it, else those that chose the model."""
+    return "calibration" if config.division is not None and config.division.calibration else "validation"
+
+
 def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any]:
     """Accuracy on the held-out split: by steps in torch, the teacher's, and with early exit in the runtime.
 
-    Half as many steps again are also taken on past the horizon, at the same step size.
+    Half as many steps again are also taken beyond the horizon, at the same step size.
     """
     own = bundle.read_config(folder).integration
     longer = own.steps * 3 // 2
     onward = by_step(str(folder), data)[longer - 1]
-    rows = validate(str(folder), data, teacher_weights=teacher_weights)
+    rows = validate(str(folder), data, teacher=Teaching(weights=teacher_weights))
     *fixed, early = rows
-    found = {f"test_accuracy_{row['steps']}_steps": round(row["accuracy"], 4) for row in fixed}
+    found: dict[str, Any] = {"accuracy_by_steps": {str(row["steps"]): round(row["accuracy"], 4) for row in fixed}}
     if teacher_weights:
         found["test_accuracy_teacher"] = round(early["teacher_accuracy"], 4)
     return {

@@ -7,6 +7,8 @@ configuration with the standard library alone, so that every part of the toolkit
 from __future__ import annotations
 
 import dataclasses
+import errno
+import hashlib
 import json
 import math
 import os
@@ -19,17 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import MissingExtra, UsageError, UserError
+from .errors import UsageError, UserError
+from .solvers import SOLVERS, SPLITTINGS, evaluations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 DEFAULT = "cifar10"
 MODELS = Path(__file__).parent / "models"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+PROCESSOR = "preprocessor_config.json"  # `preprocessing` once more, where transformers looks for it
 STEM, STEP, ATTENTION = "stem.onnx", "step.onnx", "attention.onnx"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's part of it, or what a file may have
+MODEL_TYPE = "ode_vit"  # by which transformers knows the model, see train/hf.py
+STEP_OUTPUTS = ("next_state", "logits", "margin", "gain", "exponent", "speed", "cls_speed")  # of the step graph
 METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .onnx carries its config
 
-SOLVERS = {"euler": 1, "ab2": 1, "midpoint": 2, "heun": 2, "rk4": 4}  # name -> evaluations of psi a step
-SPLITTINGS = ("parallel", "lie", "strang")
 ATTENTIONS = ("dot", "l2")
 STEMS = ("patch", "convolutions", "deep")
 
@@ -155,6 +160,9 @@ class Integration:
     solver: str = "euler"
     splitting: str = "parallel"
 
+    def __str__(self) -> str:
+        return f"{self.steps} steps of {self.solver} ({self.splitting}) over horizon {self.horizon:g}"
+
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UsageError(f"steps must be at least 1, not {self.steps}")
@@ -168,9 +176,9 @@ class Integration:
         return self.horizon / self.steps
 
     def macs_per_step(self, architecture: Architecture) -> int:
-        macs, evaluations = architecture.macs(), SOLVERS[self.solver]
-        attention = 2 if self.splitting == "strang" else 1
-        return evaluations * (attention * macs["attention"] + macs["mlp"]) + macs["head"]
+        macs = architecture.macs()
+        attention, mlp = evaluations(self.solver, self.splitting)
+        return attention * macs["attention"] + mlp * macs["mlp"] + macs["head"]
 
     def macs(self, architecture: Architecture, steps: float | None = None) -> float:
         steps = self.steps if steps is None else steps
@@ -202,31 +210,83 @@ class Preprocessing:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """What computes a trajectory. A proof made for one setting says nothing about another."""
+
+    steps: int
+    horizon: float
+    solver: str = "euler"
+    splitting: str = "parallel"
+    precision: str = "fp32"
+    stem: str = ""  # digests of the graphs, without metadata
+    step: str = ""
+
+
+@dataclass(frozen=True)
 class Calibration:
-    """What the guarantee rests on: P(adaptive differs from full depth) <= epsilon with confidence 1 - delta."""
+    """What the guarantee rests on: P(early answer differs from full depth) <= epsilon with confidence 1 - delta."""
 
     epsilon: float
     delta: float
     images: int
     data_sha256: str
+    setting: Setting  # the one it was made for
     target: str = "agreement"  # or "accuracy"
+    chosen: str = ""  # how the images were chosen
     observed: float = 0.0  # fraction of calibration images that differ at the chosen threshold
     bound: float = 1.0  # its upper confidence bound
     mean_steps: float = 0.0
-    steps: int = 0  # the guarantee holds for this number of steps ...
-    horizon: float = 0.0  # ... over this horizon
+    exits: dict[str, float] = field(default_factory=dict)  # share of those images by the reason they ended for
 
 
 @dataclass(frozen=True)
 class ExitPolicy:
     """The rule an image exits by, and what calibration measured for it."""
 
-    rule: str = "contraction"
-    threshold: float = 1.0  # kappa for `contraction`
-    lyapunov: float | None = None  # stop past lyapunov / exponent; None: no limit
-    travel: tuple[float, ...] = ()  # remaining CLS travel at step 0, 1, ..., N (N: zero)
-    cls_speed: tuple[float, ...] = ()  # mean CLS speed of the steps 1, ..., N, to scale travel by
+    rule: str = "travel"
+    threshold: float = 1.0  # an image exits when the score of the rule reaches it
+    lyapunov: float | None = None  # or when so many Lyapunov times have passed; None: no limit
+    travel: tuple[float, ...] = ()  # mean remaining CLS travel after step 0, 1, ..., N (N: zero) of `horizon`
+    horizon: float = 0.0  # over which `travel` was measured
     calibration: Calibration | None = None
+
+
+@dataclass(frozen=True)
+class Unsure:
+    """Below which confidence an answer is marked: P(wrong | not marked) <= alpha with confidence 1 - delta."""
+
+    threshold: float  # on the probability of the answer
+    alpha: float
+    delta: float
+    images: int  # that were tested and not marked
+    marked: float = 0.0  # part of the tested images that was
+    wrong: float = 0.0  # part of those not marked that was
+    bound: float = 1.0  # its upper confidence bound
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """What probabilities mean, from labelled calibration images at their exit."""
+
+    temperature: float = 1.0  # that logits are divided by before they become probabilities
+    images: int = 0  # that it was fitted on
+    error_before: float | None = None  # expected calibration error on other images, at temperature 1
+    error: float | None = None  # and at this one
+    unsure: Unsure | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise UsageError(f"confidence.temperature must be positive, not {self.temperature}")
+
+
+@dataclass(frozen=True)
+class Division:
+    """How training images are divided, so that anyone can draw the same parts again."""
+
+    validation: float = 0.1  # part of the training images that chooses the model, where there is no split of its own
+    calibration: float = 0.0  # part of the rest that calibrates it: neither trains nor chooses
+    seed: int = 0
+    own_validation: bool = True  # choose on the data's own `val` split, if it has one
 
 
 @dataclass(frozen=True)
@@ -265,17 +325,28 @@ class Config:
     integration: Integration = field(default_factory=Integration)
     preprocessing: Preprocessing = field(default_factory=Preprocessing)
     labels: tuple[str, ...] = ()
+    class_ids: tuple[str, ...] = ()  # what the classes are called in the data, where labels are other names
     exit: ExitPolicy = field(default_factory=ExitPolicy)
+    confidence: Confidence | None = None
     teacher: Teacher | None = None
+    division: Division | None = None  # of the data it was trained on
+    exported_from: Integration | None = None  # in a single file: how the bundle it was made from integrates
     name: str = "ode-vit"
     license: str = "apache-2.0"
     metrics: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+    # What transformers reads of this file to find the classes in train/hf.py
+    model_type: str = MODEL_TYPE
+    architectures: tuple[str, ...] = ("ODEViTForImageClassification",)
+    auto_map: dict[str, Any] = field(default_factory=dict)  # where they are, if they lie in the bundle itself
 
     def __post_init__(self) -> None:
+        _choice(self.model_type, (MODEL_TYPE,), "model_type")
         if self.labels and len(self.labels) != self.architecture.classes:
             raise UsageError(f"labels: {len(self.labels)} names for a head of {self.architecture.classes} classes")
+        if self.class_ids and len(self.class_ids) != len(self.labels):
+            raise UsageError(f"class_ids: {len(self.class_ids)} for {len(self.labels)} labels")
         size, image = self.preprocessing.input_size, self.architecture.image_size
         if tuple(size) != (self.architecture.channels, image, image):
             raise UsageError(f"preprocessing.input_size {list(size)} does not match architecture.image_size {image}")
@@ -293,9 +364,16 @@ class Config:
             raise UserError(f"{source} is not valid JSON ({error})") from None
         if not isinstance(data, dict):
             raise UserError(f"{source} does not hold a JSON object")
+        if "schema_version" not in data:
+            kind = data.get("model_type") or data.get("architecture")
+            named = f" but of a {kind!r}" if isinstance(kind, str) and kind != MODEL_TYPE else ""
+            raise UserError(f"{source} is not the configuration of an ODE-ViT{named}: it has no schema_version")
         version = data.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise UserError(f"{source}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}")
+            raise UserError(
+                f"{source} is of schema version {version!r}, and this version reads {SCHEMA_VERSION}: make it again "
+                "with odevit-serve train (a bundle) or odevit-serve export (a file)"
+            )
         try:
             config: Config = build(cls, data)
         except UserError as error:
@@ -304,6 +382,15 @@ class Config:
 
     def replace(self, **changes: Any) -> Config:
         return dataclasses.replace(self, **changes)
+
+    def class_index(self) -> dict[str, int]:
+        """Class by name: the labels and, where they differ, the names in the data."""
+        return {name: i for names in (self.class_ids, self.labels) for i, name in enumerate(names)}
+
+    def unmeasured(self) -> Config:
+        """The same model with other weights: what was measured, calibrated and set aside does not hold for it."""
+        note = {**self.provenance, "started_from": self.name}
+        return self.replace(exit=ExitPolicy(), confidence=None, metrics={}, division=None, provenance=note)
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
@@ -344,7 +431,7 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
     if origin is dict:
         if not isinstance(value, dict):
             raise UsageError(f"{name} must be an object, not {value!r}")
-        return dict(value)
+        return {key: build(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
@@ -362,6 +449,8 @@ def bundled() -> list[str]:
 def find(source: str | os.PathLike[str] | None = None) -> Path:
     """The folder or .onnx file that `source` names: a bundled model, a local path, or a Hub repository."""
     text = DEFAULT if source is None else os.fspath(source)
+    if text.startswith("hf:"):
+        return _on_hub(text)
     if text in bundled():
         return MODELS / text
     path = Path(text)
@@ -372,22 +461,16 @@ def find(source: str | os.PathLike[str] | None = None) -> Path:
             raise UserError(f"{path} is neither a bundle folder nor an .onnx file")
         return path
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".onnx":
-        return _download(text)
+        return _on_hub(text)
     raise UserError(
-        f"no model {text!r}: bundled are {', '.join(bundled())}; else give a folder, an .onnx file or a Hub name"
+        f"no model {text!r}: bundled are {', '.join(bundled())}; else give a folder, an .onnx file or hf:NAME"
     )
 
 
-def _download(repository: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise MissingExtra("hub") from None
-    try:
-        return Path(snapshot_download(repository))
-    except Exception as error:  # the hub's failures have no common base class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"no local model {repository!r}, and the Hub did not give it: {reason}") from None
+def _on_hub(name: str) -> Path:
+    from .hub import find as download
+
+    return download(name)
 
 
 def read_config(folder: Path) -> Config:
@@ -403,14 +486,31 @@ def read_config(folder: Path) -> Config:
 
 
 def write_config(folder: Path, config: Config) -> None:
+    """Write `config.json`, and from it what transformers reads in a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     with atomic(folder / CONFIG) as path:
         path.write_text(config.to_json(), encoding="utf-8")
+    processor: dict[str, Any] = {"image_processor_type": "ODEViTImageProcessor"}
+    if "AutoImageProcessor" in config.auto_map:
+        processor["auto_map"] = {"AutoImageProcessor": config.auto_map["AutoImageProcessor"]}
+    with atomic(folder / PROCESSOR) as path:
+        path.write_text(
+            json.dumps(processor | dataclasses.asdict(config.preprocessing), indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def digest(path: Path) -> str:
+    """Of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def atomic(target: Path) -> Iterator[Path]:
-    """A scratch path beside `target` that replaces it when the block ends well, and vanishes when it does not."""
+    """A scratch path beside `target` that replaces it when the block ends well, and vanishes when it does not.
+
+    The content is on the disk before it replaces anything: a crash or a full disk leaves the old file.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     os.close(handle)
@@ -418,9 +518,24 @@ def atomic(target: Path) -> Iterator[Path]:
     try:
         yield scratch
         scratch.chmod(0o666 & ~_umask())  # after writing: a writer may have put a private file of its own there
+        _sync(scratch)
         os.replace(scratch, target)
+        _sync(target.parent)
+    except OSError as error:
+        if error.errno in FULL:
+            raise UserError(f"{target} could not be written, what was there is unchanged: {error.strerror}") from error
+        raise
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Have the system write what it holds of a file, or of the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _umask() -> int:

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from odevit_serve.train.model import ODEViT
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and by all that it starts
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads that wait for each other cost more than they give
 # Real weights and images, where a developer has them.
@@ -72,9 +74,8 @@ def _tiny_model(
         points = list(model.trajectory(model.stem(images)))
         states = torch.stack([model.stem(images)[:, 0], *(p.state[:, 0] for p in points)])
         travel = (states[-1] - states).norm(dim=-1).mean(1)
-        speed = torch.stack([p.velocity[:, 0].norm(dim=-1).mean() for p in points])
     if calibrated:
-        policy = ExitPolicy(threshold=0.12, travel=tuple(travel.tolist()), cls_speed=tuple(speed.tolist()))
+        policy = ExitPolicy("travel", 0.12, travel=tuple(travel.tolist()), horizon=4.0)
         model.config = config.replace(exit=policy)
     return model
 
@@ -104,6 +105,20 @@ def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_files(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Single files of the tiny bundle, by format."""
+    from odevit_serve.export import job
+
+    folder = tmp_path_factory.mktemp("files")
+    made = {}
+    for kind in ("onnx", "onnx-adaptive"):
+        made[kind] = folder / f"{kind}.onnx"
+        settings = job.Settings(format=kind, output=str(made[kind]), with_attention=kind == "onnx")
+        job.export(str(tiny_bundle), settings)
+    return made
+
+
 @pytest.fixture
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing is what exports take time for: a module of the same weights and settings is traced once a session."""
@@ -112,12 +127,10 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = pieces.trace
 
     def remember(module: nn.Module, *arguments: object) -> onnx.ModelProto:
-        folded = module.folded
         weights = hashlib.sha256()
         for name, value in module.state_dict().items():
             weights.update(name.encode() + value.numpy().tobytes())
-        settings = (folded.integration, folded.attention.project.fused, getattr(module, "with_attention", None))
-        key = (type(module), settings if type(module).__name__ != "Stem" else folded.rows, weights.digest())
+        key = (type(module), module.folded.attention.tied, weights.digest())
         if key not in TRACED:
             TRACED[key] = trace(module, *arguments)
         return copy.deepcopy(TRACED[key])

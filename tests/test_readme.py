@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -31,14 +32,18 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 SKIPPED = {  # the start of a command -> why it is not run here
     "pip install": "changes the environment; tests/test_package.py installs the wheel",
     "pytest": "that is this",
-    "npm --prefix demo/embed": "tests/test_embed.py installs the packages and drives the page",
-    "node demo/embed": "tests/test_embed.py runs it with the packages installed",
-    "odevit-serve serve --ray": "tests/test_ray.py runs it",
-    "serve run odevit_serve.ray": "tests/test_ray.py runs the same application",
-    "odevit-serve benchmark": "takes minutes; tests/test_benchmark.py and test_benchmark_serve.py run it small",
-    "odevit-serve analyze": "takes minutes; tests/test_analyze.py runs it small",
+    "npm --prefix demo/embed": "tests/demo/test_embed.py installs the packages and drives the page",
+    "node demo/embed": "tests/demo/test_embed.py runs it with the packages installed",
+    "odevit-serve serve --ray": "tests/serving/test_ray.py runs it",
+    "odevit-serve serve cifar10 imagenette": "tests/serving/test_repository.py serves several",
+    "odevit-serve predict photos/ --output answers.parquet --ray": "tests/offline/test_run.py runs it",
+    "ODEVIT_API_KEY=... serve run odevit_serve.serving.ray": "tests/serving/test_ray.py runs the same application",
+    "odevit-serve benchmark": "takes minutes; tests/benchmark runs it small",
+    "odevit-serve analyze": "takes minutes; tests/train/analysis runs it small",
     "odevit-serve demo": "test_the_example_for_programs starts it and stops it",
-    "odevit-serve export --precision int8": "whether 8 bits pass depends on the model; tests/test_export_precision.py",
+    "odevit-serve push": "tests/test_hub.py pushes to a local fake of the Hub",
+    "odevit-serve predict --model hf:": "tests/test_hub.py reads from a local fake of the Hub",
+    "odevit-serve export --precision int8": "whether 8 bits pass depends on the model; tests/export/test_precision.py",
 }
 SERVERS = ("odevit-serve serve",)
 NAMES = {"BUNDLE": "bundle", "FOLDER": "photos/", "DATA": "photos/", "timm:NAME": "timm:vit_tiny_patch16_224"}
@@ -123,8 +128,12 @@ def run(command: str, desk: Path) -> None:
             shutil.rmtree(mine, ignore_errors=True)
         done = CliRunner().invoke(app, [*words[1:], "--dry-run"])
         if done.exit_code == 0 and not mine.exists():  # what the run would have left behind
-            shutil.copytree(desk / "bundle", mine / "bundle", ignore=shutil.ignore_patterns("*.onnx"))
-            (mine / "recipe.json").write_text(done.stdout)
+            if "preset" in json.loads(done.stdout):
+                shutil.copytree(desk / "bundle", mine / "bundle", ignore=shutil.ignore_patterns("*.onnx"))
+                (mine / "recipe.json").write_text(done.stdout)
+            else:
+                shutil.copytree(desk / "bundle", mine)
+                (mine / "training").mkdir()
     elif words[0] == "odevit-serve":
         done = CliRunner().invoke(app, words[1:])
     else:
@@ -155,8 +164,6 @@ def test_commands(
         for place, command in enumerate(commands(page)):
             if any(command.startswith(start) for start in SKIPPED):
                 continue
-            if "tensorrt" in command:
-                pytest.importorskip("tensorrt_rtx")
             if command.startswith(SERVERS):
                 started = server(shlex.split(command), tmp_path / f"log{place}")
                 port = started.__enter__()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from odevit_serve import bundle
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.solvers import SOLVERS, SPLITTINGS, advance, evaluations, memories, order
 from odevit_serve.train.model import ODEViT
-from odevit_serve.train.solvers import SOLVERS, SPLITTINGS, advance, memories, order
 
-PAIRS = [(solver, splitting) for solver in SOLVERS for splitting in ("parallel", *SPLITTINGS)]
+PAIRS = [(solver, splitting) for solver in SOLVERS for splitting in SPLITTINGS]
 SPIN = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.double)
 SHEAR = torch.tensor([[-0.5, 0.7], [0.0, 0.2]], dtype=torch.double)  # does not commute with SPIN
 
@@ -75,17 +76,27 @@ def test_trajectory_uses_any_steps_and_horizon(small: ODEViT) -> None:
     torch.testing.assert_close(points[0].velocity, small.psi(x))
 
 
-def test_zeros_in_memory_mean_none_yet() -> None:
+def test_images_that_have_made_no_step_are_told_apart() -> None:
     x = torch.randn(3, 4, 2, dtype=torch.double)
     fields = (torch.sin, torch.cos)
-    fresh, _, kept = advance(fields, x, 0.1, [torch.zeros_like(x)], "ab2")
-    first, _, _ = advance(fields, x, 0.1, [], "ab2")
-    torch.testing.assert_close(fresh, first)
-    mixed = torch.stack([torch.zeros_like(x[0]), kept[0][1], kept[0][2]])
-    x_next, _, _ = advance(fields, x, 0.1, [mixed], "ab2")
-    second, _, _ = advance(fields, x, 0.1, kept, "ab2")
+    first, _, kept = advance(fields, x, 0.1, [], "ab2")
+    known = torch.tensor([0.0, 1.0, 1.0], dtype=torch.double).view(-1, 1, 1)
+    x_next, _, _ = advance(fields, x, 0.1, [2 * kept[0]], "ab2", known=known)
+    second, _, _ = advance(fields, x, 0.1, [2 * kept[0]], "ab2")
     torch.testing.assert_close(x_next[0], first[0])
     torch.testing.assert_close(x_next[1:], second[1:])
+    assert not torch.allclose(second[0], first[0])
+
+
+@pytest.mark.parametrize(("solver", "splitting"), PAIRS)
+def test_arrays_and_tensors_give_the_same(solver: str, splitting: str) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 3, 4))
+    memory = [np.cos(x) for _ in range(memories(solver, splitting))]
+    ours = advance((np.sin, np.cos), x, 0.3, memory, solver, splitting)
+    tensors = [torch.from_numpy(m) for m in memory]
+    theirs = advance((torch.sin, torch.cos), torch.from_numpy(x), 0.3, tensors, solver, splitting)
+    np.testing.assert_allclose(ours[0], theirs[0].numpy())
+    np.testing.assert_allclose(ours[1], theirs[1].numpy())
 
 
 def test_step_size_can_differ_by_image() -> None:
@@ -98,20 +109,19 @@ def test_step_size_can_differ_by_image() -> None:
                 torch.testing.assert_close(together[i : i + 1], alone)
 
 
-def test_the_cost_table_matches_the_solvers() -> None:
-    """Evaluations of psi a step, as the torch-free cost model has them, are those really made."""
-    assert set(bundle.SOLVERS) == set(SOLVERS)
-    assert set(bundle.SPLITTINGS) == {"parallel", *SPLITTINGS}
-    for solver, evaluations in bundle.SOLVERS.items():
-        calls = 0
+@pytest.mark.parametrize(("solver", "splitting"), PAIRS)
+def test_the_table_says_how_often_each_field_is_evaluated(solver: str, splitting: str) -> None:
+    calls = [0, 0]
 
-        def count(x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
+    def counted(which: int) -> Callable[[Tensor], Tensor]:
+        def field(x: Tensor) -> Tensor:
+            calls[which] += 1
             return x
 
-        advance((count, torch.zeros_like), torch.ones(1, 1, 1), 0.1, [], solver)
-        assert calls == evaluations
+        return field
+
+    advance((counted(0), counted(1)), torch.ones(1, 1, 1), 0.1, [], solver, splitting)
+    assert tuple(calls) == evaluations(solver, splitting)
 
 
 @pytest.mark.parametrize(("solver", "splitting"), PAIRS)

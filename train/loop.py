@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from .. import bundle
 from ..errors import UserError
-from .data import Batch, Pictures, Unreadable, loader, set_epoch
+from .batches import Batch, Pictures, Unreadable, loader, set_epoch
 from .muon import Muon
-
-Say = Callable[[str], None]
+from .progress import Say, bar, clock
 
 
 class Objective(nn.Module):
@@ -84,10 +82,17 @@ class Progress:
     seconds: float = 0.0  # of training so far
 
 
+Watch = Callable[[Progress], None]
+
+
 def accelerator(mixed_precision: str = "no") -> Accelerator:
-    """One batch is split over the processes, so that a run means the same on one as on many."""
+    """One batch is split over the processes, so that a run means the same on one as on many.
+
+    A batch need not reach every parameter: gradients may end before the stem, and few steps meet few teacher layers.
+    """
     return Accelerator(
         mixed_precision=mixed_precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=True),
     )
 
@@ -155,17 +160,21 @@ def fit(
     score: str,
     say: Say,
     finished: Callable[[Progress, dict[str, float]], bool] = lambda progress, values: False,
+    best: float = -math.inf,
+    watch: Watch | None = None,
 ) -> Progress:
     """Train to the end of the plan, from the last checkpoint in `folder` if there is one.
 
-    `validate` measures a network, `keep` stores the one with the best `score`; `finished` may end the run early.
+    `validate` measures a network, `keep` stores the one with the best `score` above `best`; `finished` may end the run
+    early; `watch` is told after each batch where the run stands, in place of a bar for each epoch.
     """
     data: Any = loader(pictures, plan.batch_size, plan.seed, shuffle=True, workers=plan.workers)
     per_epoch = len(data)
+    objective.to(machine.device)  # first: the average and what a checkpoint holds are made where the weights are
     steppers = optimizers(objective, plan)
     rates = [scheduler(o, plan, plan.epochs * per_epoch) for o in steppers]
     average = AveragedModel(objective.net, multi_avg_fn=_ema(plan.ema), use_buffers=True) if plan.ema else None
-    state = Progress()
+    state = Progress(best=best)
     checkpoint = folder / "last.pt"
     if checkpoint.exists():
         state = _restore(checkpoint, objective.net, average, steppers, rates)
@@ -187,7 +196,7 @@ def fit(
         objective.train()
         set_epoch(data, pictures, state.epoch)
         batches = machine.skip_first_batches(data, state.batch) if state.batch else data
-        with _bar(say, machine.is_main_process, state, plan, per_epoch) as tick:
+        with nullcontext(watch) if watch else _bar(say, machine.is_main_process, state, plan, per_epoch) as tick:
             begun = time.monotonic()
             for batch in batches:
                 unreadable.add(batch.unreadable)
@@ -208,7 +217,7 @@ def fit(
                 state.step += 1
                 for name, value in {"loss": loss, **terms}.items():
                     state.sums[name] = state.sums.get(name, 0.0) + float(value.detach())
-                tick({name: total / state.batch for name, total in state.sums.items()})
+                tick(state)
                 if state.step % 50 == 0:
                     metrics.write(state.step, {f"batch/{k}": float(v.detach()) for k, v in terms.items()})
                 now = time.monotonic()
@@ -290,50 +299,15 @@ def _restore(path: Path, net: nn.Module, average: Any, steppers: list[Any], rate
 
 
 @contextmanager
-def _bar(
-    say: Say, active: bool, state: Progress, plan: Plan, per_epoch: int
-) -> Iterator[Callable[[dict[str, float]], None]]:
-    """A progress bar with loss, speed and time left; a line a minute where there is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+def _bar(say: Say, active: bool, state: Progress, plan: Plan, per_epoch: int) -> Iterator[Watch]:
+    """A bar for each epoch, with loss, speed and time left."""
+    begun, first, total = time.monotonic(), state.step, plan.epochs * per_epoch
+    with bar(say, f"epoch {state.epoch + 1}/{plan.epochs}", per_epoch, state.batch, active) as show:
 
-    console = Console(stderr=True)
-    begun, first, last_line = time.monotonic(), state.step, time.monotonic()
-    total = plan.epochs * per_epoch
+        def tell(now: Progress) -> None:
+            pace = (now.step - first) / max(1e-9, time.monotonic() - begun)
+            left = clock((total - now.step) / max(1e-9, pace))
+            loss = now.sums["loss"] / now.batch
+            show(now.batch, f"loss {loss:.4f}, {pace * plan.batch_size:.0f} images/s, {left} left")
 
-    def facts(means: dict[str, float]) -> tuple[str, str, str]:
-        pace = (state.step - first) / max(1e-9, time.monotonic() - begun)
-        left = (total - state.step) / max(1e-9, pace)
-        hours, minutes = divmod(int(left // 60), 60)
-        return f"{means.get('loss', 0):.4f}", f"{pace * plan.batch_size:.0f}", f"{hours}:{minutes:02}"
-
-    if active and console.is_terminal and not os.environ.get("CI"):
-        columns = [
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}, {task.fields[pace]} images/s, {task.fields[left]} h left"),
-        ]
-        with Progress(*columns, console=console, transient=True) as bar:
-            fields: dict[str, Any] = dict.fromkeys(("loss", "pace", "left"), "-")
-            fields["epoch"] = f"{state.epoch + 1}/{plan.epochs}"
-            task = bar.add_task("", total=per_epoch, completed=state.batch, **fields)
-
-            def show(means: dict[str, float]) -> None:
-                loss, pace, left = facts(means)
-                bar.update(task, completed=state.batch, loss=loss, pace=pace, left=left)
-
-            yield show
-        return
-
-    def line(means: dict[str, float]) -> None:
-        nonlocal last_line
-        if active and time.monotonic() - last_line > 60:
-            last_line = time.monotonic()
-            loss, pace, left = facts(means)
-            say(
-                f"epoch {state.epoch + 1}/{plan.epochs}, batch {state.batch}/{per_epoch}: "
-                f"loss {loss}, {pace} images/s, {left} h left"
-            )
-
-    yield line
+        yield tell

@@ -1,4 +1,4 @@
-"""What a trajectory is judged by. Each loss is a function of a `Scene`; adding one is writing it and its weight.
+"""What a trajectory is judged by. Each loss is a function of a `Rollout`; adding one is writing it and its weight.
 
 The weights are the fields of `recipe.Weights`, and the names in `LOSSES` are the same. A loss with weight 0 is not
 computed. All are means over the batch, so that weights do not depend on its size.
@@ -29,13 +29,14 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One batch along its trajectory."""
+class Rollout:
+    """One batch along its trajectory. Of whole states and velocities only those are kept that a loss reads."""
 
     student: ODEViT
     settings: Training
-    states: list[Tensor]  # after step 1 ... n, each [B,S,D]
-    velocities: list[Tensor]  # at the start of step 1 ... n
+    cls: list[Tensor]  # after step 1 ... n, each [B,D]
+    states: list[Tensor]  # the same of all tokens, each [B,S,D]; empty where no loss is in NEEDS_STATES
+    velocities: list[Tensor]  # at the start of step 1 ... n, each [B,S,D]; empty likewise
     step_size: float
     labels: Tensor  # [B], -1 where there are none; or the share of each class, [B,C]
     target: Target | None
@@ -44,72 +45,105 @@ class Scene:
     @cached_property
     def answers(self) -> Tensor:
         """Logits after every step: [n,B,C]."""
-        return self.student.head(torch.stack([state[:, 0] for state in self.states]))
+        return self.student.head(torch.stack(self.cls))
 
     @property
     def known(self) -> Target:
         assert self.target is not None, "the recipe is checked for a teacher before training"
         return self.target
 
-    def pairs(self, targets: dict[int, Tensor], own: Callable[[Tensor], Tensor]) -> Tensor:
-        """Mean over checkpoints of the squared error; from the last checkpoint on, the last target holds."""
+    def held(self) -> dict[int, int]:
+        """The schedule, with the last layer held from the last checkpoint on."""
         last = max(self.schedule)
-        plan = dict(self.schedule) | dict.fromkeys(range(last, len(self.states) + 1), self.schedule[last])
-        errors = [F.mse_loss(own(self.states[step - 1]), targets[layer]) for step, layer in plan.items()]
+        return dict(self.schedule) | dict.fromkeys(range(last, len(self.cls) + 1), self.schedule[last])
+
+    def error(self, own: list[Tensor], targets: dict[int, Tensor]) -> Tensor:
+        """Mean over checkpoints of the squared error of what is in `own` after each step."""
+        errors = [F.mse_loss(own[step - 1], targets[layer]) for step, layer in self.held().items()]
         return torch.stack(errors).mean()
 
 
-def trajectory(scene: Scene) -> Tensor:
-    """Squared distance of the student's CLS to the teacher's, at the checkpoints."""
-    return scene.pairs(scene.known.cls, lambda state: state[:, 0])
+def trajectory(rollout: Rollout) -> Tensor:
+    """Squared distance of the student's CLS to the teacher's, at the checkpoints.
+
+    Where the teacher is of another width, its CLS is read off the student's by a linear map a layer, learned along,
+    and each of its numbers is measured by how much it varies in the batch.
+    """
+    reads = rollout.student.hints
+    if not any(name.startswith("cls") for name in reads):
+        return rollout.error(rollout.cls, rollout.known.cls)
+    missed = []
+    for step, layer in rollout.held().items():
+        target = rollout.known.cls[layer]
+        spread, middle = torch.std_mean(target, 0)
+        read = reads[f"cls{layer}"](rollout.cls[step - 1])
+        missed.append(F.mse_loss(read, (target - middle) / spread.clamp_min(1e-6)))
+    return torch.stack(missed).mean()
 
 
-def patches(scene: Scene) -> Tensor:
+def patches(rollout: Rollout) -> Tensor:
     """The same for the patches."""
-    targets = scene.known.patches
+    targets = rollout.known.patches
     assert targets is not None, "patch targets are asked for whenever this loss has a weight"
-    count = scene.student.config.architecture.patches
-    return scene.pairs(targets, lambda state: state[:, 1 : 1 + count])
+    count = rollout.student.config.architecture.patches
+    return rollout.error([state[:, 1 : 1 + count] for state in rollout.states], targets)
 
 
-def hints(scene: Scene) -> Tensor:
+def hints(rollout: Rollout) -> Tensor:
     """The part of the teacher's patches that no linear map, learned along, reads off the student's at the checkpoints.
 
     Each of their numbers is measured by how much it varies in the batch: a few vary a thousand times more than others.
     """
-    targets = scene.known.patches
+    targets = rollout.known.patches
     assert targets is not None, "patch targets are asked for whenever this loss has a weight"
-    count, missed = scene.student.config.architecture.patches, []
-    for step, layer in scene.schedule.items():
-        read = scene.student.hints[str(layer)](scene.states[step - 1][:, 1 : 1 + count])
+    count, missed = rollout.student.config.architecture.patches, []
+    for step, layer in rollout.schedule.items():
+        read = rollout.student.hints[str(layer)](rollout.states[step - 1][:, 1 : 1 + count])
         spread, middle = torch.std_mean(targets[layer], (0, 1))
         missed.append(F.mse_loss(read, (targets[layer] - middle) / spread.clamp_min(1e-6)))
     return torch.stack(missed).mean()
 
 
-def jasmin(scene: Scene) -> Tensor:
-    """JaSMin (eq. 9): log(g_1 / g_k) of the attention rows, the largest row, over the last 85% of the steps.
+def jasmin(rollout: Rollout) -> Tensor:
+    """JaSMin: log(g_1 / g_k) of the attention rows, the largest row of each map, k = `jasmin_rank`. It has a gradient.
 
-    g_k = x_k (1 - x_k + x_{k+1}) for a row x sorted in descending order. The maps keep their gradient.
+    The paper's eq. 9 and the code of its authors differ; `jasmin_form` chooses, for rows x sorted in descending order:
+
+    - `code`: g_k = x_k (1 - x_k + x_{k+1}); mean over heads, and over the last 85% of the steps.
+    - `paper`: g_k = x_k, the k-th largest entry; sum over heads, and over all steps.
     """
-    steps = len(scene.states)
-    first = math.floor(0.15 * steps)
-    attention, rank = scene.student.psi.attention, scene.settings.jasmin_rank
-    values = [jasmin_of_maps(attention.maps(state), rank) for state in scene.states[first:]]
-    return torch.stack(values).mean()
+    form, states = FORMS[rollout.settings.jasmin_form], rollout.states
+    if rollout.settings.jasmin_form == "code":
+        states = states[math.floor(0.15 * len(states)) :]
+    attention, rank = rollout.student.psi.attention, rollout.settings.jasmin_rank
+    values = torch.stack([form(attention.maps(state), rank) for state in states])
+    return values.mean() if rollout.settings.jasmin_form == "code" else values.sum()
 
 
-def jasmin_of_maps(maps: Tensor, rank: int) -> Tensor:
-    """Mean over images and heads of the largest row's log(g_1 / g_rank), for maps [B,H,S,S]."""
-    rank = min(rank, maps.shape[-1] - 1)
-    x = maps.topk(rank + 1, -1).values.clamp_min(torch.finfo(maps.dtype).tiny)
+def _sorted(maps: Tensor, entries: int) -> Tensor:
+    """The largest entries of every row in descending order, none of them 0."""
+    return maps.topk(min(entries, maps.shape[-1]), -1).values.clamp_min(torch.finfo(maps.dtype).tiny)
+
+
+def jasmin_of_code(maps: Tensor, rank: int) -> Tensor:
+    """Mean over images and heads of the largest row's log(g_1 / g_rank) with g_k as above, for maps [B,H,S,S]."""
+    x = _sorted(maps, rank + 1)
     g = x[..., :-1] * (1 - x[..., :-1] + x[..., 1:])
-    return (g[..., 0].log() - g[..., rank - 1].log()).amax(-1).mean()
+    return (g[..., 0].log() - g[..., -1].log()).amax(-1).mean()
 
 
-def cross_entropy(scene: Scene) -> Tensor:
+def jasmin_of_paper(maps: Tensor, rank: int) -> Tensor:
+    """Sum over heads, mean over images, of the largest row's log(x_1 / x_rank)."""
+    x = _sorted(maps, rank)
+    return (x[..., 0].log() - x[..., -1].log()).amax(-1).sum(-1).mean()
+
+
+FORMS = {"code": jasmin_of_code, "paper": jasmin_of_paper}
+
+
+def cross_entropy(rollout: Rollout) -> Tensor:
     return F.cross_entropy(
-        scene.answers[-1], scene.labels, ignore_index=-1, label_smoothing=scene.settings.label_smoothing
+        rollout.answers[-1], rollout.labels, ignore_index=-1, label_smoothing=rollout.settings.label_smoothing
     )
 
 
@@ -123,41 +157,43 @@ def _divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return soft.sum(-1).mean(-1) * temperature**2
 
 
-def distillation(scene: Scene) -> Tensor:
+def distillation(rollout: Rollout) -> Tensor:
     """KL divergence of the final answer from the teacher's."""
-    return _divergence(scene.answers[-1], scene.known.logits, scene.settings.distillation_temperature)
+    return _divergence(rollout.answers[-1], rollout.known.logits, rollout.settings.distillation_temperature)
 
 
-def transport(scene: Scene) -> Tensor:
+def transport(rollout: Rollout) -> Tensor:
     """Optimal transport (the kinetic energy of the trajectory): 1/(2 d n) times the integral of |psi|^2."""
-    energy = torch.stack([v.square().mean() for v in scene.velocities]).sum()
-    return 0.5 * scene.step_size * energy
+    energy = torch.stack([v.square().mean() for v in rollout.velocities]).sum()
+    return 0.5 * rollout.step_size * energy
 
 
-def steady(scene: Scene) -> Tensor:
+def steady(rollout: Rollout) -> Tensor:
     """Squared speed of CLS in the last step: small when the end of the trajectory is a resting point."""
-    return scene.velocities[-1][:, 0].square().mean()
+    return rollout.velocities[-1][:, 0].square().mean()
 
 
-def intermediate(scene: Scene) -> Tensor:
+def intermediate(rollout: Rollout) -> Tensor:
     """Answers on the way, later ones counting more: against the teacher's where there is one, else the labels."""
-    answers = scene.answers[:-1]
+    answers = rollout.answers[:-1]
     if not len(answers):
-        return scene.answers.sum() * 0
+        return rollout.answers.sum() * 0
     weight = torch.arange(1, len(answers) + 1, device=answers.device, dtype=answers.dtype)
-    if scene.target is not None:
-        each = _divergence(answers, scene.target.logits, scene.settings.distillation_temperature)
+    if rollout.target is not None:
+        each = _divergence(answers, rollout.target.logits, rollout.settings.distillation_temperature)
     else:
-        each = torch.stack([F.cross_entropy(a, scene.labels, ignore_index=-1) for a in answers])
+        each = torch.stack([F.cross_entropy(a, rollout.labels, ignore_index=-1) for a in answers])
     return (weight * each).sum() / weight.sum()
 
 
-LOSSES: dict[str, Callable[[Scene], Tensor]] = {
+LOSSES: dict[str, Callable[[Rollout], Tensor]] = {
     loss.__name__: loss
     for loss in (trajectory, patches, hints, jasmin, cross_entropy, distillation, transport, steady, intermediate)
 }
 NEEDS_LABELS = {"cross_entropy"}
-NEEDS_PATCHES = {"patches", "hints"}
+NEEDS_PATCHES = {"patches", "hints"}  # of the teacher
+NEEDS_STATES = {"patches", "hints", "jasmin"}
+NEEDS_VELOCITIES = {"transport", "steady"}
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from .. import bundle
 from ..bundle import Architecture, Config
 from ..errors import UserError
-from .solvers import Size, advance
+from ..solvers import advance
 
 
 class CenterNorm(nn.Module):
@@ -246,10 +246,12 @@ class ODEViT(nn.Module):
         """How much CLS looks at each patch in state x: [B,H,patches]."""
         return self.psi.attention.maps(x, rows=1)[:, :, 0, 1 : 1 + self.config.architecture.patches]
 
-    def step(self, x: Tensor, h: Size, memory: Sequence[Tensor | None] = ()) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One step by the bundle's own solver and splitting."""
+    def step(
+        self, x: Tensor, h: float | Tensor, memory: Sequence[Tensor] = (), known: float | Tensor = 1.0
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """One step by the bundle's own solver and splitting; `memory` and `known` as in `solvers.advance`."""
         own = self.config.integration
-        return advance(self.psi.fields, x, h, memory, own.solver, own.splitting)
+        return advance(self.psi.fields, x, h, memory, own.solver, own.splitting, known)
 
     def freeze_copied(self) -> None:
         """Leave trainable what no teacher lends: psi, the registers and a stem of convolutions."""

@@ -15,23 +15,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bundle import Architecture, Config, Integration, Preprocessing, build
+from ..bundle import Architecture, Config, Division, Integration, Preprocessing, build
 from ..errors import UsageError, UserError
+from .class_names import shown_names
 from .presets import PRESETS
 
 RECIPES = Path(__file__).parent / "recipes"
+AUGMENTATIONS = ("none", "flip", "crop-flip", "trivial", "randaugment", "imagenet", "photo")
+GRADIENTS = ("backprop", "checkpoint", "truncated", "adjoint", "implicit", "jacobian-free")  # see gradients.py
+JASMIN = ("code", "paper")  # see losses.jasmin
 
 
 @dataclass(frozen=True)
 class Data:
     source: str = ""  # image folder, zip file, CIFAR folder or .npz, or hf:NAME
     validation: float = 0.1  # part of the training images that chooses the model, where there is no own split
+    calibration: float = 0.0  # part of the rest that is set aside to calibrate the finished model
     use_val_split: bool = True  # choose on the data's own `val` split, if it has one
     seed: int = 0  # which images are split off, or left by `limit`: that of the run whose bundle a run starts from
     crop_pct: float = 0.0  # side of the middle that is judged, a part of the picture's; 0: as the teacher says
-    augment: str = "crop-flip"  # one of data.AUGMENTATIONS
+    augment: str = "crop-flip"  # one of AUGMENTATIONS
     limit: int = 0  # use this many training images only
+    names: dict[str, str] = field(default_factory=dict)  # class folder -> what people are shown; WordNet ids have one
     workers: int = -1  # processes that decode pictures; -1: none for arrays, else one a core
+
+    @property
+    def division(self) -> Division:
+        return Division(self.validation, self.calibration, self.seed, self.use_val_split)
 
 
 @dataclass(frozen=True)
@@ -40,8 +50,10 @@ class Teaching:
     weights: str = ""  # local safetensors file in timm's names
     head: str = "own"  # own | probe | finetune
     image_size: int = 0  # it sees the student's pictures resized to this many pixels a side; 0: as they are
+    patch_size: int = 0  # pixels a side of its patches; 0: the student's
     classes: tuple[str, ...] = ()  # cut the teacher's own head down to these of its classes
-    epochs: int = 5  # of probe or fine-tuning
+    baseline: bool = True  # a probe that is worse than one on the features of the bundled model ends the run
+    epochs: int = 5  # of fine-tuning
     lr: float = 3e-4
     weight_decay: float = 0.05
     batch_size: int = 128
@@ -50,10 +62,16 @@ class Teaching:
     temperature: float = 1.0  # of the checkpoint schedule, in units of the mean distance between layers
     layers: tuple[int, ...] = ()  # follow these teacher layers only; empty: all
     views: int = 0  # remember the teacher's answers to this many augmented views of each image; 0: none
+    whole: bool = False  # it is shown each whole picture once, and what it says is remembered for all views of it
 
     @property
     def used(self) -> bool:
         return bool(self.source or self.weights)
+
+    @property
+    def remembers(self) -> int:
+        """How many answers to each image are remembered."""
+        return 1 if self.whole else self.views
 
 
 @dataclass(frozen=True)
@@ -85,19 +103,20 @@ class Training:
     clip: float = 1.0
     label_smoothing: float = 0.05
     ema: float = 0.0  # decay of the average that is validated and kept; 0: none
-    random_depth: tuple[int, ...] = ()  # (low, high): steps of each batch, at the same step size
-    random_resolution: tuple[int, ...] = ()  # (low, high): steps of each batch over the same horizon
-    step_jitter: float = 0.0  # the step size of each batch differs by up to this part of it
+    steps: tuple[int, ...] = ()  # one is drawn for each batch, over the same horizon; empty: from 1 to the model's own
+    beyond: float = 0.0  # a batch may go on beyond the horizon by up to this part of it, so that the end rests
     mixup: float = 0.0  # images mixed in pairs, in shares drawn from Beta(mixup, mixup); 0: none
-    truncate: int = 0  # gradients through the last so many steps only; 0: through all
-    checkpointing: bool = False  # recompute steps in the backward pass, to save memory
+    gradient: str = "backprop"  # one of GRADIENTS
+    gradient_steps: int = 0  # truncated: the last so many steps; adjoint: keep the state after every so many; implicit:
+    # so many iterations; 0: 4, none but the last, 8
+    anderson: int = 0  # implicit, jacobian-free: go to the resting point with a window of so many states; 0: the solver
     start: str = ""  # a bundle to start from: all weights but a head of other classes; see start.py
-    start_with: tuple[str, ...] = ()  # bundles of the same shape: it starts from the mean of their weights and its own
     start_epochs: int = 2  # where its stem is of another shape: epochs in which the new one learns to do the same
     warm_start: int = -1  # start psi from this block of the teacher; -1: spectral initialisation
     train_head: bool = False  # unfreeze the head
     train_stem: bool = False  # unfreeze the patch embedding, CLS and positions
     jasmin_rank: int = 10
+    jasmin_form: str = "code"  # one of JASMIN
     distillation_temperature: float = 2.0
     mixed_precision: str = "no"  # no | bf16 | fp16
     compile: bool = False
@@ -118,6 +137,23 @@ class Recipe:
     teacher: Teaching = field(default_factory=Teaching)
     losses: Weights = field(default_factory=Weights)
     training: Training = field(default_factory=Training)
+    stages: tuple[dict[str, Any], ...] = ()  # changes to all of the above, one after another; see `staged`
+
+    def staged(self) -> list[Recipe]:
+        """A recipe for each stage: this one with the stage's changes. The next begins from the bundle of the last."""
+        return [self._changed(stage, f"stages[{number}]") for number, stage in enumerate(self.stages)]
+
+    def _changed(self, changes: dict[str, Any], where: str) -> Recipe:
+        data = {key: value for key, value in self.to_dict().items() if key != "stages"}
+        for section, values in changes.items():
+            if section not in data or not isinstance(values, dict):
+                raise UsageError(f"{where} has no section {section!r}: it holds changes to the sections of a recipe")
+            data[section] = {**data[section], **values}
+        recipe: Recipe = build(Recipe, data, where)
+        return recipe
+
+    def starting_from(self, folder: Path) -> Recipe:
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, start=str(folder)))
 
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
@@ -128,7 +164,9 @@ class Recipe:
             ("training.schedule", self.training.schedule, ("cosine-restarts", "onecycle", "constant")),
             ("teacher.schedule", self.teacher.schedule, ("cosine-restarts", "onecycle", "constant")),
             ("training.mixed_precision", self.training.mixed_precision, ("no", "bf16", "fp16")),
-            ("data.augment", self.data.augment, ("none", "flip", "crop-flip", "trivial", "randaugment", "imagenet")),
+            ("training.gradient", self.training.gradient, GRADIENTS),
+            ("training.jasmin_form", self.training.jasmin_form, JASMIN),
+            ("data.augment", self.data.augment, AUGMENTATIONS),
         )
         for where, value, known in choices:
             if value not in known:
@@ -137,30 +175,28 @@ class Recipe:
             ("training.epochs", self.training.epochs, 0 if self.training.start else 1),
             ("training.batch_size", self.training.batch_size, 1),
             ("training.lr", self.training.lr, 0),
+            ("training.gradient_steps", self.training.gradient_steps, 0),
+            ("training.anderson", self.training.anderson, 0),
+            ("training.jasmin_rank", self.training.jasmin_rank, 2),
             ("teacher.epochs", self.teacher.epochs, 1),
             ("teacher.batch_size", self.teacher.batch_size, 1),
         ):
             if number < least or not math.isfinite(number):
                 raise UsageError(f"{where} must be at least {least}, not {number}")
-        for where, pair in (
-            ("random_depth", self.training.random_depth),
-            ("random_resolution", self.training.random_resolution),
-        ):
-            if pair and (len(pair) != 2 or not 1 <= pair[0] <= pair[1]):
-                raise UsageError(f"training.{where} must be two rising numbers from 1 on, not {list(pair)}")
+        if self.training.steps and min(self.training.steps) < 1:
+            raise UsageError(f"training.steps must be numbers from 1 on, not {list(self.training.steps)}")
+        if not 0 <= self.training.beyond <= 4:
+            raise UsageError(f"training.beyond must be from 0 to 4, not {self.training.beyond}")
         if not 0 <= self.data.crop_pct <= 1:
             raise UsageError(f"data.crop_pct must be from 0 to 1, not {self.data.crop_pct}")
-        if self.training.start_with and not self.training.start:
-            raise UsageError("training.start_with names bundles to be averaged with training.start, which is not set")
         if self.training.mixup < 0:
             raise UsageError(f"training.mixup must be 0 or more, not {self.training.mixup}")
-        if not 0 <= self.training.step_jitter < 1:
-            raise UsageError(f"training.step_jitter must be from 0 to below 1, not {self.training.step_jitter}")
-        if self.training.random_depth and self.training.random_resolution:
-            raise UsageError("training.random_depth and training.random_resolution exclude each other")
+        if self.teacher.whole and self.teacher.views:
+            raise UsageError("teacher.whole and teacher.views exclude each other: one remembers whole pictures")
         for name in ("patches", "hints"):
-            if self.teacher.views and getattr(self.losses, name):
-                raise UsageError(f"teacher.views keeps CLS states only, so it cannot serve losses.{name}")
+            if self.teacher.remembers and getattr(self.losses, name):
+                kind = "whole" if self.teacher.whole else "views"
+                raise UsageError(f"teacher.{kind} keeps CLS states only, so it cannot serve losses.{name}")
             if self.teacher.image_size and getattr(self.losses, name):
                 raise UsageError(f"losses.{name} compares patch by patch: teacher.image_size must be the student's")
         followed = [name for name in ("trajectory", "patches", "hints", "distillation") if getattr(self.losses, name)]
@@ -168,6 +204,7 @@ class Recipe:
             raise UsageError(f"losses.{followed[0]} follows a teacher: name one with --teacher or --teacher-weights")
         if not any(dataclasses.astuple(self.losses)):
             raise UsageError("every loss has weight 0: there is nothing to learn from")
+        self.staged()  # a stage that cannot work is told before any work
 
     def model(self, classes: int, labels: tuple[str, ...], preprocessing: Preprocessing | None = None) -> Config:
         """The configuration of the model this recipe trains, for a head of so many classes."""
@@ -180,7 +217,16 @@ class Recipe:
         size = (architecture.channels, architecture.image_size, architecture.image_size)
         given = preprocessing or preset.preprocessing
         transform = dataclasses.replace(given, input_size=size, crop_pct=self.data.crop_pct or given.crop_pct)
-        return Config(architecture, integration, transform, labels, name=self.name or self.preset, teacher=None)
+        names = shown_names(labels, self.data.names if labels else {})
+        return Config(
+            architecture,
+            integration,
+            transform,
+            names,
+            class_ids=() if names == labels else labels,
+            name=self.name or self.preset,
+            division=self.data.division,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -199,7 +245,7 @@ def read_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recip
     data: dict[str, Any] = {}
     if path is not None:
         file = Path(path)
-        if not file.exists() and (RECIPES / f"{path}.toml").is_file():
+        if not file.is_file() and (RECIPES / f"{path}.toml").is_file():
             file = RECIPES / f"{path}.toml"
         try:
             text = file.read_text(encoding="utf-8")

@@ -8,108 +8,113 @@ run/
   bundle/          the best model so far: config.json, model.safetensors, README.md
   teacher/         its own run, when the teacher's head or all of it was trained
   stem/            likewise, when a new stem learned what that of another bundle gives
+  answers/         what the teacher said of the images, where the recipe has it remembered
+  stage-1/ ...     the same for each stage of a recipe that has some; bundle/ is then that of the last
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from .. import __version__, bundle
-from ..card import write_card
-from ..data import Images, open_splits, split_off
-from ..errors import UsageError, UserError
+from ..data.datasets import Images, divide, open_splits
+from ..errors import UsageError
+from ..model_card import write_card
+from .batches import Pictures, loader
 from .curves import draw_curves
-from .data import Pictures, loader
-from .loop import Plan, Progress, Say, accelerator, fit
+from .judge import Judge
+from .loop import Plan, Progress, accelerator, fit
 from .losses import NEEDS_LABELS
 from .model import ODEViT, normalised
-from .objectives import Distillation, FineTuning
+from .objective import Distillation
+from .progress import Say
 from .recipe import Recipe
-from .start import imitate, mean_of, start_from, with_norms
-from .teacher import (
-    Memory,
-    Teacher,
-    checkpoints,
-    choose_classes,
-    copy_into,
-    layer_distances,
-    load_teacher,
-    new_head,
-    with_accuracy,
-)
+from .teacher import Teacher, TeacherCache, copy_into, layer_distances, layer_times
+from .teacher_head import make_teacher
+from .warm_start import imitate, start_from, with_norms
 
 
 def train(recipe: Recipe, folder: Path, say: Say) -> Path:
-    """Run or resume a recipe in `folder`; gives the folder of the bundle."""
-    settings = recipe.training
-    machine = accelerator(settings.mixed_precision)
+    """Run or resume a recipe in `folder`, stage by stage; gives the folder of the bundle."""
+    machine = accelerator(recipe.training.mixed_precision)
     if not machine.is_main_process:
         say = silent
-    learning, validation = read_data(recipe)
-    _check_labels(recipe, learning)
-    torch.manual_seed(settings.seed)
     folder.mkdir(parents=True, exist_ok=True)
     if machine.is_main_process:
         with bundle.atomic(folder / "recipe.json") as scratch:
             scratch.write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
+    if not recipe.stages:
+        return train_stage(Run(recipe, recipe, folder, folder, machine, say))
+    made = folder / "bundle"
+    for number, stage in enumerate(recipe.staged(), 1):
+        where = folder / f"stage-{number}"
+        if number > 1:
+            stage = stage.starting_from(made)
+        made = where / "bundle"
+        if (made / bundle.CONFIG).is_file() and not (where / "last.pt").exists():
+            say(f"stage {number} of {len(recipe.stages)}: finished before")
+            continue
+        say(f"stage {number} of {len(recipe.stages)}")
+        train_stage(Run(recipe, stage, folder, where, machine, say))
+        if machine.is_main_process:
+            (where / "last.pt").unlink(missing_ok=True)  # a stage with a bundle and no checkpoint is finished
+        machine.wait_for_everyone()
+    if machine.is_main_process:
+        for name in (bundle.WEIGHTS, bundle.CONFIG, bundle.CARD):
+            with bundle.atomic(folder / "bundle" / name) as scratch:
+                shutil.copyfile(made / name, scratch)
+    machine.wait_for_everyone()
+    return folder / "bundle"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One stage of a recipe, and where it takes place: `home` is the folder of the whole run, `folder` the stage's."""
+
+    whole: Recipe
+    recipe: Recipe
+    home: Path
+    folder: Path
+    machine: Accelerator
+    say: Say
+
+
+def train_stage(run: Run) -> Path:
+    recipe, folder, machine, say = run.recipe, run.folder, run.machine, run.say
+    settings = recipe.training
+    learning, validation = read_data(recipe)
+    _check_labels(recipe, learning)
+    torch.manual_seed(settings.seed)
+    folder.mkdir(parents=True, exist_ok=True)
     processes = f", by {machine.num_processes} processes" if machine.num_processes > 1 else ""
     say(f"{len(learning):,} images to learn from, {len(validation):,} to choose the model by{processes}")
-
-    teacher = (
-        make_teacher(recipe, learning, validation, folder / "teacher", machine, say) if recipe.teacher.used else None
-    )
-    config = student_config(recipe, learning, teacher)
-    student = ODEViT(config)
-    if isinstance(student.patch, nn.Sequential) and not settings.start:
-        student.patch = normalised(student.patch)
-    schedule = None
-    if teacher:
-        copy_into(teacher, student, settings.warm_start)
-    if settings.start:
-        other = mean_of([settings.start, *settings.start_with])
-        kept = start_from(student, other)
-        if isinstance(student.patch, nn.Sequential):
-            few = loader(Pictures(sample(learning, 256, settings.seed), config.preprocessing), 64)
-            student.patch = (
-                with_norms(student.patch, (b.pixel_values for b in few)) if kept else normalised(student.patch)
-            )
-        if not kept and not (folder / "last.pt").exists():
-            _imitate(recipe, student, other, learning, validation, folder / "stem", machine, say)
-    if teacher:
-        student.freeze_copied()
-        student.head.requires_grad_(settings.train_head)
-        if settings.train_stem:
-            for part in (student.patch, student.cls, student.position):
-                part.requires_grad_(True)
-        schedule = _schedule(recipe, teacher, learning, config, machine, say)
-        if recipe.losses.hints:
-            width = config.architecture.width
-            read = schedule(_reached(recipe, config)).values()
-            student.hints.update({str(layer): nn.Linear(width, width) for layer in read})
+    teacher = None
+    if recipe.teacher.used:
+        teacher = make_teacher(recipe, learning, validation, run.home / "teacher", machine, say)
+    student = make_student(run, teacher, learning, validation)
+    config = student.config
+    times = follow(run, student, teacher, learning) if teacher else {}
     pictures = Pictures(learning, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
-    memory = None
-    if teacher and recipe.teacher.views:
-        layers = len(set(schedule(_reached(recipe, config)).values())) if schedule else 1
-        width, classes = config.architecture.width, config.architecture.classes
-        memory = Memory(folder / "answers", len(learning), recipe.teacher.views, layers, width, classes)
+    cache, show = remember(run, teacher, times, learning, config) if teacher else (None, None)
     weights = dataclasses.asdict(recipe.losses)
-    objective = Distillation(student, settings, weights, teacher, schedule, memory)
+    objective = Distillation(student, settings, weights, teacher, times, cache, show)
     judge = Judge(validation, config.preprocessing, settings.batch_size, teacher, machine)
 
     def keep(net: nn.Module, values: dict[str, float]) -> None:
         assert isinstance(net, ODEViT)
-        save_bundle(net, folder / "bundle", recipe, values, teacher)
+        save_bundle(net, folder / "bundle", run.whole, values, teacher)
 
     def finished(state: Progress, values: dict[str, float]) -> bool:
         below = bool(settings.bound_patience) and values.get("trajectory", np.inf) < values["bound"]
@@ -137,6 +142,79 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
     return folder / "bundle"
 
 
+def make_student(run: Run, teacher: Teacher | None, learning: Images, validation: Images) -> ODEViT:
+    """The student of the recipe, with what it takes over from its teacher or from another bundle."""
+    recipe, settings = run.recipe, run.recipe.training
+    config = student_config(recipe, learning, teacher)
+    student = ODEViT(config)
+    if isinstance(student.patch, nn.Sequential) and not settings.start:
+        student.patch = normalised(student.patch)
+    if teacher:
+        copy_into(teacher, student, settings.warm_start)
+    if settings.start:
+        other = ODEViT.from_pretrained(settings.start)
+        kept = start_from(student, other)
+        if isinstance(student.patch, nn.Sequential):
+            few = loader(Pictures(learning.sample(256, settings.seed), config.preprocessing), 64)
+            student.patch = (
+                with_norms(student.patch, (b.pixel_values for b in few)) if kept else normalised(student.patch)
+            )
+        if not kept and not (run.folder / "last.pt").exists():
+            _imitate(recipe, student, other, learning, validation, run.folder / "stem", run.machine, run.say)
+    return student
+
+
+def follow(run: Run, student: ODEViT, teacher: Teacher, learning: Images) -> dict[int, float]:
+    """Ready the student to follow: what is frozen, what reads the teacher's states; gives the times of its layers."""
+    settings, losses, shape = run.recipe.training, run.recipe.losses, student.config.architecture
+    width = teacher.facts.width
+    if width != shape.width:
+        if not (settings.train_head and settings.train_stem):
+            raise UsageError(
+                f"the teacher is {width} wide, the student {shape.width}, so that it cannot lend its stem and head: "
+                "set training.train_stem and training.train_head"
+            )
+        if losses.patches:
+            raise UsageError(f"losses.patches compares states of one width: the teacher has {width}, not {shape.width}")
+    student.freeze_copied()
+    student.head.requires_grad_(settings.train_head)
+    if settings.train_stem:
+        for part in (student.patch, student.cls, student.position):
+            part.requires_grad_(True)
+    times = _times(run.recipe, teacher, learning, student.config, run.machine, run.say)
+    if losses.trajectory and width != shape.width:
+        student.hints.update({f"cls{layer}": nn.Linear(shape.width, width) for layer in times})
+    if losses.hints:
+        student.hints.update({str(layer): nn.Linear(shape.width, width) for layer in times})
+    return times
+
+
+def remember(
+    run: Run, teacher: Teacher, times: dict[int, float], learning: Images, config: bundle.Config
+) -> tuple[TeacherCache | None, Callable[[Tensor], Tensor] | None]:
+    """Where the teacher's answers are kept, and what shows it the whole pictures, as the recipe says."""
+    recipe, spec = run.recipe, run.recipe.teacher
+    if not spec.remembers:
+        return None, None
+    seen = config.preprocessing
+    key: dict[str, Any] = {"teacher": teacher.digest(), "layers": list(times), "data": learning.digest()}
+    show = None
+    if spec.whole:
+        side = spec.image_size or config.architecture.image_size
+        seen = dataclasses.replace(seen, input_size=(3, side, side), crop_pct=1.0)
+        pictures = Pictures(learning, seen)
+
+        def show(rows: Tensor) -> Tensor:
+            return torch.stack([pictures[int(row)][0] for row in rows])
+
+    else:
+        key |= {"augment": recipe.data.augment, "seed": recipe.training.seed, "size": spec.image_size}
+    key["pixels"] = dataclasses.asdict(seen)
+    width, classes = teacher.facts.width, config.architecture.classes
+    folder = run.home / "answers"
+    return TeacherCache(folder, key, len(learning), spec.remembers, len(times), width, classes), show
+
+
 def _imitate(
     recipe: Recipe,
     student: ODEViT,
@@ -158,22 +236,11 @@ def read_data(recipe: Recipe) -> tuple[Images, Images]:
     """Images to learn from, and images to choose the model by. The test split is not touched."""
     if not recipe.data.source:
         raise UsageError("no data: name a folder, a zip file, an .npz file or hf:NAME")
-    splits = open_splits(recipe.data.source)
-    if "train" not in splits:
-        raise UserError(f"{recipe.data.source} has no training images, only {', '.join(splits)}")
-    learning = splits["train"]
-    if "val" in splits and recipe.data.use_val_split:
-        validation = splits["val"]
-    else:
-        learning, validation = split_off(learning, recipe.data.validation, recipe.data.seed)
+    parts = divide(open_splits(recipe.data.source), recipe.data.division, recipe.data.source)
+    learning = parts["train"]
     if 0 < recipe.data.limit < len(learning):
-        learning = sample(learning, recipe.data.limit, recipe.data.seed)
-    return learning, validation
-
-
-def sample(images: Images, limit: int, seed: int) -> Images:
-    """So many of the images, chosen by seed."""
-    return images.subset(np.sort(np.random.default_rng((seed, 3)).permutation(len(images))[:limit]))
+        learning = learning.sample(recipe.data.limit, recipe.data.seed)
+    return learning, parts["validation"]
 
 
 def _check_labels(recipe: Recipe, images: Images) -> None:
@@ -202,142 +269,18 @@ def student_config(recipe: Recipe, images: Images, teacher: Teacher | None) -> b
     return config.replace(teacher=teacher.facts)
 
 
-def make_teacher(
-    recipe: Recipe, learning: Images, validation: Images, folder: Path, machine: Accelerator, say: Say
-) -> Teacher:
-    """Load the teacher, give it the head asked for (trained here if need be), and freeze it."""
-    spec, settings = recipe.teacher, recipe.training
-    wanted = recipe.model(max(1, len(learning.classes)), learning.classes)
-    done = folder / "teacher.safetensors"
-    trained = spec.head != "own" and done.exists()
-    if trained:
-        teacher = load_teacher(dataclasses.replace(spec, weights=str(done), drop_path=0.0), wanted.architecture)
-        facts = json.loads((folder / "teacher.json").read_text())
-        teacher.facts = bundle.build(bundle.Teacher, facts["teacher"], "teacher")
-        teacher.preprocessing = bundle.build(bundle.Preprocessing, facts["preprocessing"], "preprocessing")
-    else:
-        teacher = load_teacher(spec, wanted.architecture)
-        teacher.preprocessing = teacher.preprocessing or wanted.preprocessing
-    outputs = getattr(teacher.vit.head, "out_features", 0)
-    if spec.head != "own" and not trained:
-        new_head(teacher, len(learning.classes))
-        say(f"teacher {teacher.facts.name}: {spec.head} for {spec.epochs} epochs")
-        train_teacher(teacher, recipe, learning, validation, folder, machine, say)
-    elif spec.classes or (learning.classes and outputs not in (0, len(learning.classes))):
-        choose_classes(teacher, spec.classes or learning.classes)
-    teacher = teacher.requires_grad_(False).eval().to(machine.device)
-    if teacher.facts.accuracy is None and validation.labels is not None and outputs:
-        judge = Judge(validation, teacher.preprocessing or wanted.preprocessing, settings.batch_size, None, machine)
-        teacher.facts = with_accuracy(teacher.facts, round(judge(teacher)["accuracy"], 5))
-    if teacher.facts.accuracy is not None:
-        say(f"teacher {teacher.facts.name}: {teacher.facts.accuracy:.2%} on the images the model is chosen by")
-    return teacher
-
-
-def train_teacher(
-    teacher: Teacher, recipe: Recipe, learning: Images, validation: Images, folder: Path, machine: Accelerator, say: Say
-) -> None:
-    """Probe or fine-tune; leaves teacher.safetensors and teacher.json in `folder`."""
-    spec = recipe.teacher
-    spec_of_pictures = teacher.preprocessing
-    assert spec_of_pictures is not None
-    teacher.requires_grad_(spec.head == "finetune")
-    teacher.vit.head.requires_grad_(True)
-    judge = Judge(validation, spec_of_pictures, spec.batch_size, None, machine)
-    pictures = Pictures(learning, spec_of_pictures, recipe.data.augment, recipe.training.seed)
-
-    def keep(net: nn.Module, values: dict[str, float]) -> None:
-        assert isinstance(net, Teacher)
-        net.save(folder / "teacher.safetensors.best")
-        net.facts = with_accuracy(net.facts, round(values["accuracy"], 5), f"{spec.head}, {spec.epochs} epochs")
-        facts = {"teacher": dataclasses.asdict(net.facts), "preprocessing": dataclasses.asdict(spec_of_pictures)}
-        with bundle.atomic(folder / "teacher.json") as scratch:
-            scratch.write_text(json.dumps(facts, indent=2) + "\n")
-
-    plan = Plan(
-        spec.epochs,
-        spec.batch_size,
-        spec.lr,
-        spec.weight_decay,
-        spec.schedule,
-        seed=recipe.training.seed,
-        save_seconds=recipe.training.save_seconds,
-        workers=recipe.data.workers,
-    )
-    objective = FineTuning(teacher, recipe.training.label_smoothing)
-    fit(machine, objective, pictures, plan, folder, judge, keep, "accuracy", say)
-    best = load_teacher(
-        dataclasses.replace(spec, weights=str(folder / "teacher.safetensors.best"), drop_path=0.0),
-        recipe.model(len(learning.classes), learning.classes).architecture,
-    )
-    teacher.vit.load_state_dict(best.vit.state_dict())
-    if machine.is_main_process:
-        (folder / "teacher.safetensors.best").replace(folder / "teacher.safetensors")
-        (folder / "last.pt").unlink(missing_ok=True)
-    machine.wait_for_everyone()
-
-
-def _reached(recipe: Recipe, config: bundle.Config) -> int:
-    return min(recipe.training.random_depth or (config.integration.steps,))
-
-
-def _schedule(
+def _times(
     recipe: Recipe, teacher: Teacher, images: Images, config: bundle.Config, machine: Accelerator, say: Say
-) -> Callable[[int], dict[int, int]]:
-    """Steps -> checkpoints; the distances between the teacher's layers are measured on some of the images."""
-    few = sample(images, 512, recipe.training.seed)
+) -> dict[int, float]:
+    """When each teacher layer should be reached; the distances between them are measured on some of the images."""
+    few = images.sample(512, recipe.training.seed)
     batches = loader(Pictures(few, config.preprocessing), 64)
     distances = layer_distances(teacher, [batch.pixel_values.to(machine.device) for batch in batches])
-    spec = recipe.teacher
-
-    def plan(steps: int) -> dict[int, int]:
-        return checkpoints(distances, steps, spec.temperature, spec.layers)
-
-    shown = plan(_reached(recipe, config))
-    say("teacher layers by step: " + ", ".join(f"{layer} at {step}" for step, layer in shown.items()))
-    return plan
-
-
-class Judge:
-    """Measures a network on validation images; the teacher's answers to them are computed once."""
-
-    def __init__(
-        self, images: Images, spec: bundle.Preprocessing, batch_size: int, teacher: Teacher | None, machine: Accelerator
-    ):
-        self.machine, self.teacher = machine, teacher
-        self.labelled = images.labels is not None
-        self.data: Any = machine.prepare_data_loader(loader(Pictures(images, spec), batch_size, workers=0))
-        self.score = "accuracy" if self.labelled else "agreement" if teacher else "certainty"
-        self.answers: list[Tensor] = []
-
-    @torch.no_grad()
-    def __call__(self, net: nn.Module) -> dict[str, float]:
-        was_training = net.training
-        net.eval()
-        rows = []
-        for index, batch in enumerate(self.data):
-            logits = net(batch.pixel_values)
-            if self.teacher and index == len(self.answers):
-                self.answers.append(self.teacher(batch.pixel_values))
-            teachers = self.answers[index] if self.teacher else logits
-            rows.append(self.machine.gather_for_metrics(_judge(logits, batch.labels, teachers)))
-        net.train(was_training)
-        means = torch.cat(rows).double().mean(0).tolist()
-        named = dict(zip(("accuracy", "accuracy@3", "accuracy@5", "val_loss", "agreement", "certainty"), means))
-        if not self.labelled:
-            named = {k: v for k, v in named.items() if k in ("agreement", "certainty")}
-        if not self.teacher:
-            named.pop("agreement", None)
-        return named
-
-
-def _judge(logits: Tensor, labels: Tensor, teachers: Tensor) -> Tensor:
-    """One row an image: right within the first 1, 3, 5; cross-entropy; agrees with the teacher; probability."""
-    ranked = logits.topk(min(5, logits.shape[1]), -1).indices == labels[:, None]
-    right = [ranked[:, :k].any(1).float() for k in (1, 3, 5)]
-    loss = F.cross_entropy(logits.float(), labels.clamp_min(0), reduction="none")
-    agrees = (logits.argmax(-1) == teachers.argmax(-1)).float()
-    return torch.stack([*right, loss, agrees, logits.float().softmax(-1).amax(-1)], 1)
+    spec, own = recipe.teacher, config.integration
+    times = layer_times(distances, own.horizon, spec.temperature, spec.layers)
+    shown = ", ".join(f"layer {layer} at {when:.1f}" for layer, when in times.items())
+    say(f"teacher layers over a horizon of {own.horizon:g}: {shown}")
+    return times
 
 
 def save_bundle(
@@ -348,7 +291,6 @@ def save_bundle(
     asked = recipe.to_dict()
     for section, key in (("data", "source"), ("teacher", "weights"), ("training", "start")):  # names, not local paths
         asked[section][key] = Path(asked[section][key]).name if asked[section][key] else ""
-    asked["training"]["start_with"] = [Path(source).name for source in recipe.training.start_with]
     provenance = {
         "version": __version__,
         "torch": torch.__version__,

@@ -6,9 +6,13 @@ image and patch sizes, heads and fine-tuning are the same for all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from torch import Tensor, nn
 from .. import bundle
 from ..bundle import Architecture, Preprocessing
 from ..errors import UsageError, UserError
+from .class_names import class_rows
 from .model import ODEViT
 from .recipe import Teaching
 
@@ -63,6 +68,13 @@ class Teacher(nn.Module):
         logits: Tensor = self.vit.head(cls)
         return logits
 
+    def digest(self) -> str:
+        """Of all weights, the head included."""
+        known = hashlib.sha256()
+        for name, value in self.vit.state_dict().items():
+            known.update(name.encode() + value.detach().cpu().numpy().tobytes())
+        return known.hexdigest()
+
     def save(self, path: Path) -> None:
         """Weights in timm's names, as a file that `--teacher-weights` takes."""
         with bundle.atomic(path) as scratch:
@@ -70,8 +82,13 @@ class Teacher(nn.Module):
 
 
 def load_teacher(spec: Teaching, shape: Architecture) -> Teacher:
-    """The teacher a recipe names, with patch kernel and position embedding resampled to the student's patches."""
-    shape = dataclasses.replace(shape, image_size=spec.image_size or shape.image_size)
+    """The teacher a recipe names, with patch kernel and position embedding resampled to the patches it is to see."""
+    shape = dataclasses.replace(
+        shape,
+        image_size=spec.image_size or shape.image_size,
+        patch_size=spec.patch_size or shape.patch_size,
+        stem="patch",
+    )
     if spec.weights:
         teacher = _from_file(Path(spec.weights), shape, spec.drop_path)
     elif spec.source.startswith("timm:"):
@@ -81,8 +98,6 @@ def load_teacher(spec: Teaching, shape: Architecture) -> Teacher:
     else:
         raise UsageError(f"teacher {spec.source!r}: write timm:NAME or hf:NAME, or give a file with --teacher-weights")
     _must_be_plain(teacher.vit, teacher.facts.name)
-    if teacher.facts.width != shape.width:
-        raise UsageError(f"the teacher is {teacher.facts.width} wide, the student {shape.width}: they must be equal")
     return teacher
 
 
@@ -235,29 +250,6 @@ def choose_classes(teacher: Teacher, classes: Sequence[str]) -> None:
     teacher.vit.num_classes = len(rows)
 
 
-def class_rows(classes: Sequence[str], outputs: int) -> list[int]:
-    """Rows of an ImageNet head for class names (`French_horn`, `n03394916`, or a number)."""
-    words: dict[str, int] = {}
-    if outputs == 1000:
-        from timm.data import ImageNetInfo
-
-        known = ImageNetInfo("imagenet-1k")
-        for row in range(1000):
-            for name in [known.index_to_label_name(row), *known.index_to_description(row).split(",")]:
-                words.setdefault(_plain(name), row)
-    rows = []
-    for name in classes:
-        row = int(name) if name.isdigit() else words.get(_plain(name), -1)
-        if not 0 <= row < outputs:
-            raise UsageError(f"the teacher's head of {outputs} classes has none called {name!r}")
-        rows.append(row)
-    return rows
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
-
-
 def new_head(teacher: Teacher, classes: int) -> None:
     """A fresh linear head, to be trained as a probe or together with the rest."""
     head = nn.Linear(teacher.facts.width, classes)
@@ -273,10 +265,14 @@ def copy_into(teacher: Teacher, student: ODEViT, warm_start: int = -1) -> None:
     shape = student.config.architecture
     with torch.no_grad():
         proj = vit.patch_embed.proj
-        if isinstance(student.patch, nn.Conv2d):  # a stem of convolutions has nothing to copy from
+        if (
+            isinstance(student.patch, nn.Conv2d) and student.patch.weight.shape == proj.weight.shape
+        ):  # a stem of convolutions has nothing to copy from
             student.patch.weight.copy_(proj.weight)
             bias: Any = student.patch.bias
             bias.copy_(proj.bias if proj.bias is not None else torch.zeros_like(bias))
+        if vit.embed_dim != shape.width:
+            return  # nothing fits: the student learns all of it, and reads the teacher's states off its own
         student.cls.copy_(vit.cls_token)
         student.position.copy_(resample_abs_pos_embed(vit.pos_embed, [shape.grid] * 2))
         head = vit.head
@@ -329,52 +325,68 @@ def layer_distances(teacher: Teacher, batches: Sequence[Tensor]) -> np.ndarray:
     return total / count
 
 
-def checkpoints(
-    distances: np.ndarray, steps: int, temperature: float = 1.0, layers: Sequence[int] = ()
-) -> dict[int, int]:
-    """Step -> teacher layer it should have reached: time shared by a softmax of the distances; ends at (steps, last).
+def layer_times(
+    distances: np.ndarray, horizon: float, temperature: float = 1.0, layers: Sequence[int] = ()
+) -> dict[int, float]:
+    """Teacher layer -> time by which it should be reached: the horizon is shared by a softmax of the distances.
 
-    Where several layers fall on one step, the deepest is kept, so that the schedule is strictly rising.
+    Times rise with the layers, and the last layer is reached at the horizon.
     """
     share = np.exp((distances - distances.max()) / (temperature * distances.mean()))
-    when = np.ceil(np.cumsum(share / share.sum()) * steps - 1e-9).clip(1, steps).astype(int)
-    when[-1] = steps
+    when = np.minimum(np.cumsum(share / share.sum()), 1.0) * horizon  # of rounded shares the sum may exceed 1
     depth = len(distances)
     wanted = set(layers) | {depth} if layers else set(range(1, depth + 1))
     unknown = sorted(wanted - set(range(1, depth + 1)))
     if unknown:
         raise UsageError(f"teacher.layers names layer {unknown[0]} of a teacher with {depth}")
-    return {int(when[layer - 1]): layer for layer in sorted(wanted)}
+    return {layer: float(horizon if layer == depth else when[layer - 1]) for layer in sorted(wanted)}
 
 
-class Memory:
-    """Teacher answers to `views` augmented views of each image, kept on disk as they are first computed."""
+def on_grid(times: Mapping[int, float], steps: int) -> dict[int, int]:
+    """Step -> layer it should have reached, on a grid of so many steps: the one that ends nearest to the layer's time.
 
-    def __init__(self, folder: Path, images: int, views: int, layers: int, width: int, classes: int):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.images = images
+    Where several layers fall on one step, the deepest is kept, so that the schedule is strictly rising.
+    """
+    horizon = max(times.values())
+    return {max(1, min(steps, round(time / horizon * steps))): layer for layer, time in sorted(times.items())}
 
-        def array(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-            path = folder / f"{name}.npy"
-            if path.exists():
-                kept = np.lib.format.open_memmap(path, mode="r+")
-                if kept.shape == shape and kept.dtype == dtype:
-                    return kept
-            return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
 
+class TeacherCache:
+    """What a teacher said of each image (of `views` augmented views of it), kept on disk as it is first computed.
+
+    `key` stands for everything that decides an answer: another key is another folder, so that no answer of another
+    teacher, augmentation, seed or list of layers is ever taken for this one's.
+    """
+
+    def __init__(self, folder: Path, key: object, images: int, views: int, layers: int, width: int, classes: int):
+        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.folder, self.images = folder / name, images
+        self.folder.mkdir(parents=True, exist_ok=True)
         rows = images * views
-        self.known = array("known", (rows,), np.bool_)
-        self.cls = array("cls", (rows, layers, width), np.float16)
-        self.logits = array("logits", (rows, classes), np.float32)
+        self.known = self._array("known", (rows,), np.bool_)
+        self.cls = self._array("cls", (rows, layers, width), np.float16)
+        self.logits = self._array("logits", (rows, classes), np.float32)
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A file of zeros where there is none yet; of several processes that ask at once, one makes it."""
+        path = self.folder / f"{name}.npy"
+        if not path.exists():
+            scratch = path.with_name(f".{name}.{os.getpid()}")
+            np.lib.format.open_memmap(scratch, mode="w+", dtype=dtype, shape=shape)
+            with contextlib.suppress(FileExistsError):
+                os.link(scratch, path)
+            scratch.unlink()
+        return np.lib.format.open_memmap(path, mode="r+")
 
     def answer(self, rows: Tensor, view: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """CLS states [B,layers,D] and logits [B,C], from memory if all of the batch is there."""
-        where = view * self.images + rows.numpy()
+        """CLS states [B,layers,D] and logits [B,C], from disk if all of the batch is there."""
+        where = view * self.images + rows.cpu().numpy()
         if not self.known[where].all():
             cls, logits = compute()
-            self.cls[where], self.logits[where] = cls.half().numpy(), logits.float().numpy()
+            self.cls[where], self.logits[where] = cls.half().cpu().numpy(), logits.float().cpu().numpy()
             self.known[where] = True  # last: a row is known only once it is whole
-        return torch.from_numpy(self.cls[where]).float(), torch.from_numpy(self.logits[where])
+        device = rows.device
+        return torch.from_numpy(self.cls[where]).float().to(device), torch.from_numpy(self.logits[where]).to(device)
 
 
 def with_accuracy(facts: bundle.Teacher, accuracy: float | None, note: str = "") -> bundle.Teacher:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
-from .. import bundle, exits
-from ..bundle import SOLVERS, Config
-from ..data import Images, pick
+from .. import bundle
+from ..bundle import Config, Integration
+from ..data.datasets import Images, pick
 from ..errors import UsageError
-from ..model import Prediction, load
-from .data import Batch, Pictures, Unreadable, loader
-from .loop import Say
+from ..runtime import exits
+from ..runtime.model import load
+from ..runtime.results import Prediction
+from ..solvers import SOLVERS
+from .batches import Batch, Pictures, Unreadable, loader
+from .judge import judge
 from .model import ODEViT
+from .progress import Say
 from .recipe import Teaching
-from .run import _judge, sample
-from .teacher import choose_classes, load_teacher
+from .teacher import Teacher, choose_classes, load_teacher
 
 
 def _noise(strength: float, batch: Batch, config: Config) -> Tensor:
@@ -47,99 +53,173 @@ SPOILT: dict[str, Callable[[Batch, Config], Tensor]] = {
 }
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What `validate` measures: every pair of steps and horizon; empty: around the bundle's own."""
+
+    steps: Sequence[int] = ()
+    horizons: Sequence[float] = ()
+    solver: str | None = None
+    splitting: str | None = None
+    robustness: bool = False  # also, at the first pair, every solver and each of `SPOILT`
+
+    @property
+    def own(self) -> bool:
+        """Nothing but the bundle's own integration is asked for."""
+        return not (self.steps or self.horizons or self.solver or self.splitting)
+
+    def grid(self, own: Integration) -> list[Trial]:
+        counts = list(self.steps) or sorted({max(1, own.steps // 2), own.steps, own.steps * 3 // 2, own.steps * 2})
+        horizons, used = list(self.horizons) or [own.horizon], self.solver or own.solver
+        trials = [Trial(n, t, used) for t in horizons for n in counts]
+        if self.robustness:
+            count, horizon = (self.steps[0] if self.steps else own.steps), horizons[0]
+            trials += [Trial(count, horizon, other) for other in SOLVERS if other != used]
+            trials += [Trial(count, horizon, used, pictures) for pictures in SPOILT]
+        return trials
+
+
+class Trial(NamedTuple):
+    """One row of the table: how the images are integrated, and what is done to them before."""
+
+    steps: float
+    horizon: float
+    solver: str
+    pictures: str = "as they are"
+
+
+OWN, NO_TEACHER = Asked(), Teaching()
+
+
+class Sums:
+    """Adds up the judgements of batches: means over the images, and accuracy as a mean over classes."""
+
+    def __init__(self, classes: int):
+        self.total, self.images = torch.zeros(6).double(), 0
+        self.right, self.seen = torch.zeros(classes), torch.zeros(classes)
+
+    def add(self, judged: Tensor, labels: Tensor) -> None:
+        self.total += judged.double().sum(0)
+        self.images += len(judged)
+        labelled = labels >= 0
+        self.seen += torch.bincount(labels[labelled], minlength=len(self.seen))
+        self.right += torch.bincount(labels[labelled], judged[labelled, 0], len(self.right))
+
+    def row(self, labelled: bool, compared: bool) -> dict[str, float]:
+        top, three, five, loss, agrees, _ = (self.total / self.images).tolist()
+        found: dict[str, float] = {}
+        if labelled:
+            macro = (self.right / self.seen)[self.seen > 0].mean().item()
+            found |= {"accuracy": top, "accuracy@3": three, "accuracy@5": five, "macro_accuracy": macro, "loss": loss}
+        return found | ({"agreement": agrees} if compared else {})
+
+
 @torch.no_grad()
 def validate(
     source: str | None,
     data: str,
+    asked: Asked = OWN,
+    teacher: Teaching = NO_TEACHER,
     split: str | None = None,
-    steps: Sequence[int] = (),
-    horizons: Sequence[float] = (),
-    solver: str | None = None,
-    splitting: str | None = None,
-    teacher: str = "",
-    teacher_weights: str = "",
-    robustness: bool = False,
     limit: int = 0,
     batch_size: int = 64,
     say: Say = print,
 ) -> list[dict[str, Any]]:
-    """One row for each pair of steps and horizon, all on the same images.
+    """One row for each trial that is asked for, all on the same images.
 
-    With `robustness` come rows at the first of those steps for every solver and for each of `SPOILT`. Where nothing
-    is asked but the bundle's own way, and it is calibrated, the last row is that of early exit in the runtime.
+    Where nothing is asked but the bundle's own integration, and it is calibrated, the last row is that of early exit
+    in the runtime.
     """
     student = ODEViT.from_pretrained(source)
     config = student.config
-    own, shape = config.integration, config.architecture
-    images = _images(config, data, split, limit)
-    if images.labels is None and not (teacher or teacher_weights):
+    images = _images(config, data, split, limit, say)
+    if images.labels is None and not teacher.used:
         raise UsageError(f"{data} has no labels: name a teacher to measure agreement with")
-    expert = None
-    if teacher or teacher_weights:
-        expert = load_teacher(Teaching(source=teacher, weights=teacher_weights), shape).eval()
-        head: Any = expert.vit.head
-        if config.labels and getattr(head, "out_features", 0) != shape.classes:
-            choose_classes(expert, config.labels)
-    counts = list(steps) or sorted({max(1, own.steps // 2), own.steps, own.steps * 3 // 2, own.steps * 2})
-    used = solver or own.solver
-    grid: list[tuple[float, float, str, str]] = []
-    grid += [(n, t, used, "as they are") for t in (list(horizons) or [own.horizon]) for n in counts]
-    if robustness:
-        count, time = (steps[0] if steps else own.steps), (horizons[0] if horizons else own.horizon)
-        grid += [(count, time, other, "as they are") for other in SOLVERS if other != used]
-        grid += [(count, time, used, pictures) for pictures in SPOILT]
-    sums = torch.zeros(len(grid), 6, dtype=torch.double)
-    right, answers = 0, list[Tensor]()  # of the teacher
+    expert = open_teacher(teacher, config) if teacher.used else None
+    whole = _whole(images, config, teacher.image_size) if teacher.whole else None
+    trials = asked.grid(config.integration)
+    sums, answers = [Sums(config.architecture.classes) for _ in trials], list[Tensor]()
+    teachers = Sums(config.architecture.classes)
     unreadable = Unreadable(len(images), say)
-    pictures = Pictures(images, config.preprocessing)
-    for batch in _progress(loader(pictures, batch_size), say):
+    for batch in _progress(loader(Pictures(images, config.preprocessing), batch_size), say):
         unreadable.add(batch.unreadable)
-        expected = expert(batch.pixel_values) if expert else None
-        if expected is not None:
-            right += int((expected.argmax(-1) == batch.labels).sum())
-            answers.append(expected)
-        for place, (n, horizon, scheme, worse) in enumerate(grid):
-            pixels = SPOILT[worse](batch, config) if worse in SPOILT else batch.pixel_values
-            logits = student(pixels, steps=n, horizon=horizon, solver=scheme, splitting=splitting)
-            sums[place] += _judge(logits, batch.labels, logits if expected is None else expected).double().sum(0)
-    means = (sums / len(images)).tolist()
-    folder = bundle.find(source)
-    asked = steps or horizons or solver or splitting
-    if not asked and exits.calibrated(config) and (folder / bundle.STEP).is_file():
-        mean_steps, judged = _early(folder, images, torch.cat(answers) if expert else None)
-        grid.append((mean_steps, own.horizon, own.solver, "as they are"))
-        means.append(judged)
-    rows = []
-    for (n, horizon, scheme, worse), total in zip(grid, means):
-        row: dict[str, Any] = {"depth": "fixed" if isinstance(n, int) else "early exit", "steps": n}
-        row |= {"horizon": horizon, "solver": scheme, "images": len(images)}
-        if robustness:
-            row["pictures"] = worse
-        if images.labels is not None:
-            row |= {"accuracy": total[0], "accuracy@3": total[1], "accuracy@5": total[2], "loss": total[3]}
         if expert:
-            row["agreement"] = total[4]
-            if images.labels is not None:
-                row["teacher_accuracy"] = right / len(images)
-        rows.append(row)
-    return rows
+            answers.append(expert(whole(batch) if whole else batch.pixel_values))
+            teachers.add(judge(answers[-1], batch.labels, answers[-1]), batch.labels)
+        for trial, found in zip(trials, sums):
+            pixels = SPOILT[trial.pictures](batch, config) if trial.pictures in SPOILT else batch.pixel_values
+            n, horizon, solver, _ = trial
+            logits = student(pixels, steps=n, horizon=horizon, solver=solver, splitting=asked.splitting)
+            found.add(judge(logits, batch.labels, answers[-1] if expert else logits), batch.labels)
+    folder = bundle.find(source)
+    if asked.own and exits.calibrated(config) and (folder / bundle.STEP).is_file():
+        mean_steps, early = _early(folder, images, torch.cat(answers) if expert else None)
+        trials.append(Trial(mean_steps, config.integration.horizon, config.integration.solver))
+        sums.append(early)
+    rows = [_row(trial, found, images, teachers if expert else None) for trial, found in zip(trials, sums)]
+    return rows if asked.robustness else [{k: v for k, v in row.items() if k != "pictures"} for row in rows]
 
 
-def _images(config: Config, data: str, split: str | None, limit: int) -> Images:
-    images = pick(data, split, config.provenance)
-    if images.classes and len(images.classes) != config.architecture.classes:
-        raise UsageError(f"the data has {len(images.classes)} classes, the model {config.architecture.classes}")
-    return sample(images, limit, 0) if limit and limit < len(images) else images
+def _row(trial: Trial, found: Sums, images: Images, teachers: Sums | None) -> dict[str, Any]:
+    labelled = images.labels is not None
+    row: dict[str, Any] = {"depth": "fixed" if isinstance(trial.steps, int) else "early exit", **trial._asdict()}
+    row |= {"images": len(images), **found.row(labelled, teachers is not None)}
+    if labelled and teachers is not None:
+        row["teacher_accuracy"] = teachers.row(labelled, False)["accuracy"]
+    return row
+
+
+def open_teacher(spec: Teaching, config: Config) -> Teacher:
+    """The teacher, its head cut down to the model's classes where it has more."""
+    expert = load_teacher(spec, config.architecture).eval()
+    head: Any = expert.vit.head
+    if config.labels and getattr(head, "out_features", 0) != config.architecture.classes:
+        choose_classes(expert, config.class_ids or config.labels)
+    return expert
+
+
+def _images(config: Config, data: str, split: str | None, limit: int, say: Say) -> Images:
+    return known_images(config, pick(data, split, config.division), say).sample(limit or sys.maxsize, 0)
+
+
+def _whole(images: Images, config: Config, side: int) -> Callable[[Batch], Tensor]:
+    """What a teacher sees that is shown the pictures themselves, not what the student sees of them."""
+    seen = dataclasses.replace(config.preprocessing, input_size=(3, side, side), crop_pct=1.0)
+    pictures = Pictures(images, seen)
+    return lambda batch: torch.stack([pictures[int(row)][0] for row in batch.rows])
+
+
+def known_images(config: Config, images: Images, say: Say = print) -> Images:
+    """The images of the model's classes, labelled in its order; those of other classes are left out, and it says so.
+
+    Data whose class names mean nothing to the model is taken in its own order, if it has as many classes.
+    """
+    if images.labels is None:
+        return images
+    index, classes = config.class_index(), config.architecture.classes
+    known = np.array([index.get(name, -1) for name in images.classes])
+    if (known < 0).all():
+        if len(images.classes) != classes:
+            raise UsageError(f"the data has {len(images.classes)} classes, the model {classes}, and no name in common")
+        return images
+    labels = known[images.labels]
+    if (labels < 0).any():
+        others = int((known < 0).sum())
+        say(f"{int((labels < 0).sum()):,} images of {others:,} classes that the model does not know are left out")
+    names = config.labels or tuple(map(str, range(classes)))
+    return dataclasses.replace(images, labels=labels, classes=names).subset(np.flatnonzero(labels >= 0))
 
 
 @torch.no_grad()
 def by_step(
     source: str | None, data: str, split: str | None = None, limit: int = 0, batch_size: int = 64, say: Say = print
 ) -> list[float]:
-    """Accuracy after step 1, 2, ... of the bundle's own size, and on past the horizon to twice the steps."""
+    """Accuracy after step 1, 2, ... of the bundle's own size, and beyond the horizon to twice the steps."""
     student = ODEViT.from_pretrained(source)
     own = student.config.integration
-    images = _images(student.config, data, split, limit)
+    images = known_images(student.config, pick(data, split, student.config.division), say).sample(
+        limit or sys.maxsize, 0
+    )
     if images.labels is None:
         raise UsageError(f"{data} has no labels to draw the curve by")
     right = torch.zeros(2 * own.steps, dtype=torch.double)
@@ -149,7 +229,7 @@ def by_step(
     return (right / len(images)).tolist()
 
 
-def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float, list[float]]:
+def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float, Sums]:
     """Mean steps and judgement of the images that the runtime can read, stopping by the bundle's own rule."""
     kept, steps, logits = list[int](), list[int](), list[Tensor]()
 
@@ -166,8 +246,10 @@ def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float
             logits.append(torch.from_numpy(answer.probabilities).log())
     found = torch.stack(logits)
     labels = torch.full((len(kept),), -1) if images.labels is None else torch.as_tensor(images.labels)[kept]
-    judged = _judge(found, labels, found if expected is None else expected[kept])
-    return float(np.mean(steps)), judged.double().mean(0).tolist()
+    judged = judge(found, labels, found if expected is None else expected[kept])
+    sums = Sums(found.shape[1])
+    sums.add(judged, labels)
+    return float(np.mean(steps)), sums
 
 
 def _progress(data: Any, say: Say) -> Any:
@@ -181,6 +263,7 @@ HEADINGS = {
     "accuracy": "top-1",
     "accuracy@3": "top-3",
     "accuracy@5": "top-5",
+    "macro_accuracy": "macro",
     "agreement": "agrees",
 }
 SAME = ("images", "teacher_accuracy")  # in every row: said once, below the table
@@ -204,5 +287,5 @@ def table(rows: list[dict[str, Any]]) -> None:
         )
     console = Console()
     console.print(shown)
-    teacher = f", of which the teacher knows {rows[0]['teacher_accuracy']:.2%}" if "teacher_accuracy" in rows[0] else ""
+    teacher = f"; teacher accuracy {rows[0]['teacher_accuracy']:.2%}" if "teacher_accuracy" in rows[0] else ""
     console.print(f"{rows[0]['images']:,} images{teacher}")

@@ -109,8 +109,9 @@ function weights(from, to, support, kernel) {
   });
 }
 
-export function softmax(logits) {
-  const top = Math.max(...logits), powers = Array.from(logits, (z) => Math.exp(z - top));
+/** Probabilities; the temperature is `config.confidence?.temperature ?? 1`. */
+export function softmax(logits, temperature = 1) {
+  const top = Math.max(...logits), powers = Array.from(logits, (z) => Math.exp((z - top) / temperature));
   const sum = powers.reduce((a, b) => a + b, 0);
   return powers.map((p) => p / sum);
 }

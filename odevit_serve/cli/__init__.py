@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from ..errors import MissingExtra, UserError
+from ..errors import MissingExtra, UsageError, UserError
 
 app = typer.Typer(
     name="odevit-serve",
@@ -26,13 +26,17 @@ SPLIT = typer.Option(
     "--split",
     help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
 )
+TRUST = typer.Option(False, "--trust", help="Load graphs without looking through them and without a memory bound.")
 TEACHER_WEIGHTS = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names.")
 
 EXTRAS = {  # extra -> the modules that show whether it is installed
     "train": ("torch", "torchvision", "timm", "transformers", "accelerate", "safetensors", "matplotlib"),
     "export": ("torch", "onnx", "onnxscript", "safetensors"),
     "demo": ("gradio",),
+    "hub": ("huggingface_hub",),
     "ray": ("ray",),
+    "parquet": ("pyarrow",),
+    "grpc": ("grpc",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx",),
     "triton": ("tritonclient",),
@@ -48,6 +52,14 @@ def require(extra: str) -> None:
 def say(text: str) -> None:
     """A line for the person at the terminal; stdout is kept for results."""
     typer.echo(text, err=True)
+
+
+def numbers(text: str | None) -> list[float]:
+    """Comma-separated numbers of an option."""
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise UsageError(f"expected numbers separated by commas, not {text!r}") from None
 
 
 def _version(show: bool) -> None:
@@ -89,9 +101,9 @@ def main() -> None:
         sys.exit(1)
 
 
-from . import analyze, benchmark, calibrate, demo, export, info, predict, serve, train  # noqa: E402  (commands register themselves on `app`)
+from . import analyze, benchmark, calibrate, demo, embed, export, info, predict, push, serve, train, val  # noqa: E402  (commands register themselves on `app`)
 
 __all__ = [
-    "analyze", "app", "benchmark", "calibrate", "demo", "export", "info", "main", "predict", "require", "say", "serve",
-    "train",
+    "analyze", "app", "benchmark", "calibrate", "demo", "embed", "export", "info", "main", "numbers", "predict", "push",
+    "require", "say", "serve", "train", "val",
 ]  # fmt: skip

@@ -29,8 +29,8 @@ def analyze(
     Run the same command again after an interruption: what is done is not done again.
     """
     require("train")
-    from ..train.analyze import analyze, open_study
-    from ..train.report import pictures, write
+    from ..train.analysis.collect import analyze, open_study
+    from ..train.analysis.report import pictures, write
 
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file: --output takes a folder")

@@ -1,4 +1,6 @@
-"""`odevit-serve benchmark`: what a model costs here; `benchmark serve`: four ways to serve it, under the same load."""
+"""`odevit-serve benchmark`: what a model costs here; `benchmark serve`: ways to serve it, under the same load;
+`benchmark own`: what training on somebody's own photographs gives.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,9 @@ def model(
     """Time, memory, size and accuracy of this model in all its forms, beside plain ViTs in onnxruntime and torch."""
     import dataclasses
 
-    from .. import benchmark as measure
-    from ..benchmark_table import as_markdown, show
-    from ..calibrate import open_images
+    from ..benchmark import compare as measure
+    from ..benchmark.table import as_markdown, show
+    from ..guarantee.calibrate import open_images
 
     plan = measure.QUICK if quick else measure.Plan()
     if rounds is not None:
@@ -84,16 +86,18 @@ def serve(
     seconds: float = typer.Option(4.0, "--seconds", min=0.1, max=120.0, help="Of each measurement."),
     rounds: int = typer.Option(3, "--rounds", min=1, max=50),
     threads: int = typer.Option(None, "--threads", min=1, help="Of onnxruntime in each; default: one a core."),
-    systems: str = typer.Option(None, "--systems", help="Of continuous,synchronous,fixed,litserve; default: all."),
+    systems: str = typer.Option(
+        None, "--systems", help="Of continuous,synchronous,fixed,litserve,in-process,cnn; default: all."
+    ),
     output: Path = typer.Option(None, "--output", "-o", help="Write the JSON here as well."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout instead of the table."),
 ) -> None:
-    """Compare this engine with batch-synchronous exit, fixed depth, and LitServe, by images/s and latency."""
+    """Compare this engine with batch-synchronous exit, fixed depth, LitServe and no server: images/s, latency, CPU."""
     require("export")
-    from .. import benchmark_serve as measure
+    from ..benchmark import serve as measure
     from ..bundle import find
     from ..export.job import Settings, export
-    from ..model import BundleModel, load
+    from ..runtime.model import load_bundle
 
     names = [name.strip() for name in (systems or ",".join(measure.SYSTEMS)).split(",")]
     for name in names:
@@ -102,10 +106,13 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with it
     with tempfile.TemporaryDirectory() as scratch:
         chosen = measure.real_pictures(pictures, count) if pictures else measure.some_pictures(count, 32)
-        folder = measure.random_bundle(Path(scratch) / "random", chosen) if model == "random" else find(model)
-        loaded = load(folder)
-        if not isinstance(loaded, BundleModel):
-            raise UsageError(f"{model} is a single file: give the bundle it came from")
+        if model == "random":
+            from ..benchmark.torch_rows import random_bundle
+
+            folder = random_bundle(Path(scratch) / "random", chosen)
+        else:
+            folder = find(model)
+        loaded = load_bundle(folder)
         spread = measure.depths(loaded, chosen)
         say(f"{loaded.config.name}: {len(chosen)} pictures, mean depth {spread['mean']:.1f} of {spread['full']}")
         unrolled = Path(scratch) / "unrolled.onnx"
@@ -120,6 +127,48 @@ def serve(
         typer.echo(json.dumps(result, indent=2))
     else:
         _print(result, measure.SYSTEMS)
+
+
+@benchmark.command()
+def own(
+    data: str = typer.Argument(..., metavar="FOLDER", help="A folder for each kind, with more than goes to training."),
+    kinds: int = typer.Option(8, "--kinds", min=2, help="How many kinds are drawn."),
+    photographs: int = typer.Option(55, "--photographs", min=3, help="Of each, for training."),
+    held_out: int = typer.Option(50, "--held-out", min=5, help="Of each, at most, to measure on."),
+    minutes: float = typer.Option(5.0, "--minutes", min=0.1, help="As of `train`."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Draws the kinds and photographs, and trains."),
+    start: str = typer.Option("", "--start", metavar="BUNDLE", help="As of `train`."),
+    leave_out: list[str] = typer.Option([], "--leave-out", metavar="KIND", help="Not to be drawn; repeatable."),
+    teacher_weights: Path = typer.Option(None, "--teacher-weights", help="ViT-Ti/16 in timm's names: its probe, too."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout instead of the table."),
+) -> None:
+    """Run `train` on some photographs of a folder, and measure it on others, beside simpler ways."""
+    require("train")
+    require("export")
+    from ..train import own_benchmark as measure
+
+    task = measure.Task(kinds, photographs, held_out, minutes, seed, start, tuple(leave_out))
+    with tempfile.TemporaryDirectory() as scratch:
+        result = measure.run(data, task, teacher_weights, Path(scratch), say)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    proof = f"early exit proven at {result['epsilon']:.1%}" if result["epsilon"] else "early exit not calibrated"
+    console.print(
+        f"{kinds} kinds, {result['photographs']:,} photographs, {result['held_out']:,} others to measure on; "
+        f"{result['seconds'] / 60:.1f} minutes from the command to the bundle, {result['threads']} threads; {proof}"
+    )
+    table = Table("", "accuracy", "95% interval", "mean steps", "million multiply-adds", box=None, pad_edge=False)
+    for row in result["rows"]:
+        low, high = row["interval"]
+        steps = "" if row["steps"] is None else f"{row['steps']:.2f}"
+        between = f"{low:.1%} to {high:.1%}"
+        table.add_row(row["name"], f"{row['accuracy']:.1%}", between, steps, f"{row['macs'] / 1e6:,.0f}")
+    console.print(table)
 
 
 def _numbers(text: str) -> list[int]:
@@ -143,11 +192,22 @@ def _print(result: dict[str, Any], systems: dict[str, str]) -> None:
         f"medians of {result['rounds']} rounds of {result['seconds']:g} s"
     )
     table = Table(
-        "clients", "system", "images/s", "p50 ms", "p95 ms", "p99 ms", "depth", "errors", box=None, pad_edge=False
+        "clients",
+        "system",
+        "images/s",
+        "p50 ms",
+        "p95 ms",
+        "p99 ms",
+        "CPU ms",
+        "depth",
+        "errors",
+        box=None,
+        pad_edge=False,
     )
     for row in result["rows"]:
         times = [f"{row[key]:.0f}" for key in ("images_per_second", "p50_ms", "p95_ms", "p99_ms")]
-        table.add_row(str(row["clients"]), row["system"], *times, f"{row['mean_depth']:.1f}", str(row["errors"]))
+        depth = "-" if row["mean_depth"] is None else f"{row['mean_depth']:.1f}"
+        table.add_row(str(row["clients"]), row["system"], *times, f"{row['cpu_ms']:.2f}", depth, str(row["errors"]))
     console.print(table)
     for name in dict.fromkeys(row["system"] for row in result["rows"]):
         console.print(f"{name}: {systems[name]}")

@@ -16,27 +16,37 @@ from . import app, say
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..calibrate import Report
+    from ..guarantee.calibrate import Report
 
 
 @app.command()
 def calibrate(
     source: str = typer.Argument(
-        None, metavar="[BUNDLE]", help="Bundle folder; the result is written into it. Default: the bundled model."
+        None,
+        metavar="[BUNDLE|FILE.onnx]",
+        help="Bundle folder or onnx-adaptive file; the result is written into it, or into --output.",
     ),
     data: str = typer.Option(
-        ..., help="Pictures like those to come: a folder, zip file or .npz; labels if it has them."
+        None, help="Pictures like those to come: a folder, zip file or .npz; labels if it has them."
+    ),
+    from_audit: Path = typer.Option(
+        None, metavar="FILE", help="In place of --data: what serve --audit-file has recorded. --limit: the newest."
     ),
     epsilon: float = typer.Option(0.01, help="Fraction of images on which the early answer may differ."),
     delta: float = typer.Option(0.05, help="Chance that the guarantee does not hold."),
-    rule: str = typer.Option("contraction", help="Exit rule to calibrate."),
+    rule: str = typer.Option("auto", help="Exit rule to calibrate; auto: the one that needs the fewest steps."),
+    steps: int = typer.Option(None, min=1, help="Prove it for this many steps, in a bundle of its own (--output)."),
+    output: Path = typer.Option(None, "--output", "-o", metavar="DIR", help="Write the calibrated bundle here."),
     target: str = typer.Option(
         "agreement", help="agreement with full depth, or accuracy (the drop of it; needs labels)."
+    ),
+    unsure: float = typer.Option(
+        None, metavar="ALPHA", help="Mark answers below a confidence at which at most ALPHA of the others are wrong."
     ),
     split: str = typer.Option(
         None,
         metavar="SPLIT",
-        help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
+        help="train, val, test, or calibration: what training set aside for this. Default: that, else test, val, all.",
     ),
     limit: int = typer.Option(None, min=1, help="Use at most this many images, drawn at random."),
     seed: int = typer.Option(0, help="Seed of the random split into measuring and testing images."),
@@ -48,20 +58,68 @@ def calibrate(
 ) -> None:
     """Choose the threshold of an exit rule so that early answers provably differ on at most epsilon of images."""
     from .. import bundle
-    from .. import calibrate as calibration
+    from ..guarantee import calibrate as calibration
+    from ..runtime.sessions import read_metadata
 
     folder = bundle.find(source)
+    if output is None and bundle.MODELS in folder.resolve().parents:
+        raise UsageError(f"{folder.name} is part of the installed package: give a folder for the result with --output")
+    if (data is None) == (from_audit is None):
+        raise UsageError("give either --data or --from-audit")
+    if not folder.is_dir() and (from_audit is not None or (steps, rule, target) != (None, "auto", "agreement")):
+        raise UsageError(f"{folder.name} is one graph: its rule and steps are fixed, and --data proves agreement")
+    if from_audit is not None:
+        from ..guarantee.from_audit import calibrate_from_audit
+
+        if steps is not None or rule != "auto" or target != "agreement" or unsure is not None:
+            raise UsageError("--from-audit keeps the rule and the steps of the server, and proves agreement only")
+        report = calibrate_from_audit(folder, from_audit, epsilon, delta, seed, threads, output, limit)
+        _finish(report, output or folder, plot, as_json)
+        return
+    config = bundle.read_config(folder) if folder.is_dir() else read_metadata(folder)
+    division = config.division
+    if split is None and division is not None and division.calibration:
+        split = "calibration"
+    if split in ("train", "validation"):
+        say(f"warning: the images of the split {split!r} trained or chose this model: they are not like those to come")
+    images = calibration.open_images(data, split, limit, seed, division)
+    chosen_as = f"{len(images):,} images of the split {split or 'held out'!r}, seed {seed}"
     if not folder.is_dir():
-        raise UsageError(f"{folder} is a single graph: calibrate the bundle it came from, then export it again")
-    images = calibration.open_images(data, split, limit, seed, bundle.read_config(folder).provenance)
+        from ..guarantee.of_file import calibrate_file
+
+        report = calibrate_file(
+            folder, images, epsilon, delta, seed, threads, output=output, chosen_as=chosen_as, unsure=unsure
+        )
+        _finish(report, output or folder, plot, as_json)
+        return
     with _progress(len(images)) as advance:
-        report = calibration.calibrate(folder, images, epsilon, delta, rule, target, seed, threads, advance)
-    picture = plot or folder / "calibration.png"
+        report = calibration.calibrate(
+            folder,
+            images,
+            epsilon,
+            delta,
+            rule,
+            target,
+            seed,
+            threads,
+            advance,
+            output,
+            steps,
+            chosen_as=chosen_as,
+            unsure=unsure,
+        )
+    _finish(report, output or folder, plot, as_json)
+
+
+def _finish(report: Report, written: Path, plot: Path | None, as_json: bool) -> None:
+    from ..guarantee.calibrate import summary
+
+    picture = plot or (written / "calibration.png" if written.is_dir() else written.with_suffix(".calibration.png"))
     draw(report).save(picture)
     if as_json:
-        typer.echo(json.dumps(calibration.summary(report), indent=2))
+        typer.echo(json.dumps(summary(report), indent=2))
         return
-    _print(report, folder, picture)
+    _print(report, written, picture)
 
 
 @contextmanager
@@ -78,6 +136,8 @@ def _print(report: Report, folder: Path, picture: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ..model_card import confidence_sentence
+
     proof, policy = report.policy.calibration, report.policy
     assert proof is not None
     what = "differs" if proof.target == "agreement" else "newly wrong"
@@ -89,27 +149,38 @@ def _print(report: Report, folder: Path, picture: Path) -> None:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.2%}"
         table.add_row(
             mark, f"{row.threshold:.4g}", f"{row.observed:.2%}", f"{row.bound:.2%}", accuracy,
-            f"{row.mean_steps:.2f}/{proof.steps}", f"{row.time_saved:.0%}",
+            f"{row.mean_steps:.2f}/{proof.setting.steps}", f"{row.time_saved:.0%}",
         )  # fmt: skip
     Console().print(table)
+    rivals = Table("tried (estimate on the measuring images)", "mean steps", what, "accuracy", box=None)
+    for rival in report.rivals:
+        accuracy = "" if rival.accuracy is None else f"{rival.accuracy:.2%}"
+        rivals.add_row(rival.name, f"{rival.mean_steps:.2f}", f"{rival.observed:.2%}", accuracy)
+    if report.rivals:
+        Console().print(rivals)
     if report.full_accuracy is not None:
         say(f"accuracy at full depth: {report.full_accuracy:.2%}")
     claim = (
         "differ from the full-depth answer" if proof.target == "agreement" else "are wrong where full depth is right"
     )
     say(
-        f"{policy.rule} at {policy.threshold:.4g}: early answers {claim} on at most {proof.epsilon:.2%} of images, "
-        f"with confidence {1 - proof.delta:.0%}, proven on {proof.images:,} images"
+        f"{policy.rule} at {policy.threshold:.4g}: early answers {claim} on at most {proof.epsilon:.2%} of images like "
+        f"the {proof.images:,} tested, with confidence {1 - proof.delta:.0%}"
     )
+    limit = "no limit" if policy.lyapunov is None else f"a limit of {policy.lyapunov:.3g}"
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in proof.exits.items())
+    say(f"Lyapunov times have {limit}; images end by: {shares}")
+    if report.confidence is not None:
+        say(confidence_sentence(report.confidence))
     if report.skipped:
         say(f"{report.skipped} images could not be read and were left out")
-    say(f"written to {folder / 'config.json'}; plot in {picture}")
+    say(f"written to {folder / 'config.json' if folder.is_dir() else folder}; plot in {picture}")
     say(f"next: odevit-serve predict --model {folder} PATH...")
 
 
 def draw(report: Report) -> Image.Image:
     """Error and its bound, and accuracy, over the mean depth that each threshold gives."""
-    from .. import pictures
+    from ..runtime import drawing as pictures
 
     proof = report.policy.calibration
     assert proof is not None
@@ -129,4 +200,6 @@ def draw(report: Report) -> Image.Image:
         panels.append(pictures.Panel("accuracy, %", [accuracy], level=full, at=(at[0], "")))
     saved = pictures.Line("time saved", pictures.BLUE, depth, [100 * row.time_saved for row in rows])
     panels.append(pictures.Panel("time saved, %", [saved], at=(at[0], ""), zero=True))
-    return pictures.plot(panels, f"{report.policy.rule}: what each threshold gives", f"mean steps of {proof.steps}")
+    return pictures.plot(
+        panels, f"{report.policy.rule}: what each threshold gives", f"mean steps of {proof.setting.steps}"
+    )

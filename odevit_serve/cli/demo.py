@@ -10,7 +10,7 @@ from . import app, require, say
 @app.command()
 def demo(
     model: list[str] = typer.Option(
-        [], "--model", help="Bundle to offer beside those in the box; repeatable, the first one is shown first."
+        [], "--model", help="Bundle to offer beside the bundled ones; repeatable, the first one is shown first."
     ),
     host: str = typer.Option("127.0.0.1", "--host", help="Address to listen on; 0.0.0.0 for all."),
     port: int = typer.Option(7860, "--port", min=1, max=65535),

@@ -23,11 +23,12 @@ def export(
     splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
     precision: str = typer.Option("fp32", help="fp32, fp16 or int8."),
     calibration: str = typer.Option(None, help="Images to calibrate int8 on and to compare answers on."),
-    max_drop: float = typer.Option(0.5, help="Points of accuracy (or agreement) that a precision may cost."),
+    max_drop: float = typer.Option(0.5, help="Points of accuracy that a precision or a number of steps may cost."),
     with_attention: bool = typer.Option(False, "--with-attention", help="Add the output cls_attention."),
     batch: str = typer.Option("1,8,64", help="Smallest, usual and largest batch of an engine or server."),
     gpu: str = typer.Option("ada", help="GPU generation that TensorRT-RTX builds for."),
     graph: str = typer.Option("unrolled", "--source", help="Graph of an engine: unrolled, parts or adaptive."),
+    check: str = typer.Option("runtime", help="Compare values with the runtime, or with torch beside it."),
     output: str = typer.Option(None, "--output", "-o", help="File (or folder) to write."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace what is there."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON to stdout."),
@@ -42,6 +43,8 @@ def export(
     for extra in formats.find(format).extras:
         if extra in EXTRAS and extra != "tensorrt-rtx":  # `tensorrt` would do as well
             require(extra)
+    if check == "torch":
+        require("export")
     from ..export.job import Settings
     from ..export.job import export as run
 
@@ -60,6 +63,7 @@ def export(
         source=graph,
         output=output,
         overwrite=overwrite,
+        check=check,
     )
     report = run(source, settings, say)
     _summary(report)

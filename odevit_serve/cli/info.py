@@ -47,7 +47,7 @@ def find_config(source: str | None) -> Config:
     path = bundle.find(source)
     if path.is_dir():
         return bundle.read_config(path)
-    from ..session import read_metadata
+    from ..runtime.sessions import read_metadata
 
     return read_metadata(path)
 

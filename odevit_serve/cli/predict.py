@@ -13,58 +13,76 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from ..errors import UsageError, UserError
-from . import app, say
+from . import TRUST, app, require, say
 
 if TYPE_CHECKING:
-    from ..model import Model, Prediction, Result
+    from ..runtime.model import Model
+    from ..runtime.options import RequestOptions
+    from ..runtime.results import Prediction, Result
 
 
 @app.command()
 def predict(
     paths: list[str] = typer.Argument(..., metavar="PATH", help="Files, folders, globs; - for standard input."),
     model: str = typer.Option(
-        None, "--model", "-m", help="Bundle folder, .onnx file or name. Default: the bundled one."
+        None, "--model", "-m", help="Bundle folder, .onnx file, name or hf:NAME[@REVISION]. Default: the bundled one."
     ),
     top: int = typer.Option(3, "--top", min=1, help="How many classes to show."),
     rule: str = typer.Option(None, help="Exit rule in place of the bundle's own; needs --threshold."),
-    kappa: float = typer.Option(None, help="Safety factor of the contraction rule."),
     threshold: float = typer.Option(None, help="Threshold of --rule: exit once its score reaches it."),
     steps: int = typer.Option(None, help="Cut the horizon into this many steps."),
+    solver: str = typer.Option(None, help="euler, ab2, midpoint, heun or rk4. Default: the bundle's."),
+    splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
     max_steps: int = typer.Option(None, help="Stop after this many steps at the latest."),
     no_adaptive: bool = typer.Option(False, "--no-adaptive", help="Full depth for every picture."),
     attention: Path = typer.Option(None, metavar="DIR", help="Write where CLS looks, as PNGs, per head and mean."),
+    animate: bool = typer.Option(False, "--animate", help="With --attention: also a WebP of the maps as time passes."),
     trace: Path = typer.Option(None, metavar="DIR", help="Write the numbers of every step, as PNG and JSON."),
     as_json: bool = typer.Option(False, "--json", help="One JSON list on stdout."),
     as_jsonl: bool = typer.Option(False, "--jsonl", help="One JSON object a line on stdout."),
     as_csv: bool = typer.Option(False, "--csv", help="CSV on stdout."),
+    output: Path = typer.Option(
+        None, "--output", "-o", help="Write answers here, .jsonl or .parquet; one that was interrupted is continued."
+    ),
+    ray: bool = typer.Option(False, "--ray", help="With --output: by a pool of actors on Ray Data (extra `ray`)."),
+    actors: int = typer.Option(None, "--actors", min=1, help="With --ray: how many; default: one a CPU."),
     device: str = typer.Option("cpu", help="cpu, cuda, tensorrt or auto."),
     threads: int = typer.Option(None, min=1, help="Threads of onnxruntime. Default: one a core."),
+    trust: bool = TRUST,
 ) -> None:
     """Classify pictures, each with just the depth it needs."""
     if as_json + as_jsonl + as_csv > 1:
         raise UsageError("give one of --json, --jsonl and --csv")
-    if kappa is not None and kappa < 0:
-        raise UsageError(f"kappa must be 0 or more, not {kappa}")
+    if output is None and (ray or actors):
+        raise UsageError("--ray and --actors need --output FILE, where the answers go")
+    if output is not None and (as_json + as_jsonl + as_csv or attention is not None or trace is not None):
+        raise UsageError("--output writes answers alone: leave out --json, --jsonl, --csv, --attention and --trace")
+    if animate and attention is None:
+        raise UsageError("--animate needs --attention DIR, the folder it writes to")
     import warnings
 
-    from .. import images
-    from ..model import Failure, load
+    from ..data import images
+    from ..runtime.model import load
+    from ..runtime.options import RequestOptions
+    from ..runtime.results import Failure
 
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
-    loaded = load(model, device, threads)
-    settings: dict[str, Any] = {
-        "steps": steps, "max_steps": max_steps, "rule": rule, "threshold": threshold, "kappa": kappa,
-        "adaptive": not no_adaptive,
-    }  # fmt: skip
+    options = RequestOptions(
+        steps=steps, max_steps=max_steps, rule=rule, threshold=threshold, adaptive=not no_adaptive, solver=solver,
+        splitting=splitting, trace=trace is not None, attention=attention is not None,
+    )  # fmt: skip
+    if output is not None:
+        _to_file(paths, output, model, options, top, (device, threads, trust), ray, actors)
+        return
+    loaded = load(model, device, threads, trust)
+    _quote(loaded, steps=steps, solver=solver, splitting=splitting)
     empty: list[str] = []
-    results = loaded.stream(
-        _sources(paths, empty), trace=trace is not None, attention=attention is not None, **settings
-    )
+    results = loaded.stream(sources(paths, empty), options)
     kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
     writer = _WRITERS[kind](sys.stdout, top)
-    keeper = _Keeper(loaded, attention, trace, kappa)
+    keeper = _Keeper(loaded, attention, trace, threshold, animate, steps)
     failures: list[str] = []
-    with _progress(paths) as advance:
+    with progress(paths) as advance:
         for result in results:
             if isinstance(result, Failure):
                 failures.append(result.message)
@@ -84,9 +102,49 @@ def predict(
     keeper.report()
 
 
-def _sources(paths: list[str], empty: list[str]) -> Iterator[Any]:
+def _quote(model: Model, **asked: Any) -> None:
+    """Say what is known of an integration that is not the bundle's own."""
+    from dataclasses import replace
+
+    from ..model_card import accuracy_at
+
+    given = {name: value for name, value in asked.items() if value is not None}
+    own = model.config.integration
+    if given and (other := replace(own, **given)) != own and (text := accuracy_at(model.config, other)[0]):
+        say(f"note: {text}")
+
+
+def _to_file(
+    paths: list[str],
+    output: Path,
+    model: str | None,
+    options: RequestOptions,
+    top: int,
+    how: tuple[str, int | None, bool],
+    on_ray: bool,
+    actors: int | None,
+) -> None:
+    from ..bundle import find
+    from ..offline.run import Work, run
+
+    if "-" in paths:
+        raise UsageError("--output takes files and folders, not standard input")
+    if output.suffix == ".parquet":
+        require("parquet")
+    if on_ray:
+        require("ray")
+    work = Work(str(find(model).resolve()), options, top, *how)
+    with progress(paths) as advance:
+        made, before, failed = run(paths, output, work, on_ray, actors, advance)
+    say(f"{made} answers added to {output}" + (f", {before} were there before" if before else ""))
+    if failed:
+        say(f"{failed} inputs could not be answered: see the column `error`")
+        raise typer.Exit(1)
+
+
+def sources(paths: list[str], empty: list[str]) -> Iterator[Any]:
     """What the arguments stand for; folders that hold no picture are added to `empty`."""
-    from .. import images
+    from ..data import images
 
     for argument in paths:
         found = False
@@ -112,7 +170,7 @@ class _StandardInput:
 _stdin = _StandardInput()
 
 
-def _progress(paths: list[str]) -> Any:
+def progress(paths: list[str]) -> Any:
     """A bar on stderr where someone watches and there is more than a glance to wait for."""
     import os
 
@@ -129,7 +187,7 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from .. import images
+        from ..data import images
 
         total = sum(1 for _ in images.walk(paths))
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn())
@@ -150,10 +208,20 @@ class _Bar:
 class _Keeper:
     """Writes the maps and traces of each answer under a name of its own."""
 
-    def __init__(self, model: Model, attention: Path | None, trace: Path | None, kappa: float | None):
-        self.model, self.attention, self.trace = model, attention, trace
+    def __init__(
+        self,
+        model: Model,
+        attention: Path | None,
+        trace: Path | None,
+        threshold: float | None,
+        animate: bool = False,
+        steps: int | None = None,
+    ):
+        self.model, self.attention, self.trace, self.animate, self.steps = model, attention, trace, animate, steps
+        if animate and not hasattr(model, "attention_steps"):
+            raise UsageError(f"{model.path} is one graph and shows no steps: --animate needs the bundle it came from")
         own = model.config.exit
-        self.kappa = own.threshold if kappa is None and own.rule == "contraction" and own.travel else kappa
+        self.threshold = own.threshold if threshold is None and own.rule in ("travel", "drift") else threshold
         self._names: dict[str, int] = {}
         for folder in (attention, trace):
             if folder is not None:
@@ -165,24 +233,32 @@ class _Keeper:
     def keep(self, result: Prediction) -> None:
         if self.attention is None and self.trace is None:
             return
-        from .. import pictures
+        from ..runtime import drawing as pictures
 
         stem = Path(result.source).stem or "picture"
         self._names[stem] = seen = self._names.get(stem, 0) + 1
         name = stem if seen == 1 else f"{stem}-{seen}"
         if self.attention is not None and result.attention is not None:
-            for kind, picture in pictures.overlays(self._seen(result), result.attention).items():
+            seen_part = self._seen(result)
+            for kind, picture in pictures.overlays(seen_part, result.attention).items():
                 picture.save(self.attention / f"{name}-{kind}.png")
+            if self.animate:
+                from ..runtime import animation
+
+                maps = self.model.attention_steps(self._source(result), steps=self.steps)  # type: ignore[attr-defined]
+                animation.save(self.attention / f"{name}.webp", seen_part, maps, result)
         if self.trace is not None:
-            pictures.trace_plot(result, self.kappa).save(self.trace / f"{name}-trace.png")
+            pictures.trace_plot(result, self.threshold).save(self.trace / f"{name}-trace.png")
             (self.trace / f"{name}-trace.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n")
 
     def _seen(self, result: Prediction) -> Any:
         """The part of the picture that the model saw, read again: pictures are not held while they are computed."""
-        from .. import images
+        from ..data import images
 
-        source = _stdin if result.source == _stdin.name else result.source
-        return images.view(images.read(source), self.model.config.preprocessing)
+        return images.shown(self._source(result), self.model.config.preprocessing)
+
+    def _source(self, result: Prediction) -> Any:
+        return _stdin if result.source == _stdin.name else result.source
 
     def report(self) -> None:
         for folder, what in ((self.attention, "attention maps"), (self.trace, "traces")):
@@ -207,7 +283,7 @@ class _Writer(ABC):
 
 
 def _plain(result: Result, top: int) -> dict[str, Any]:
-    from ..model import Failure
+    from ..runtime.results import Failure
 
     if isinstance(result, Failure):
         return {"source": result.source, "error": result.message}
@@ -231,21 +307,40 @@ class _Csv(_Writer):
     def row(self, result: Result) -> None:
         import csv
 
-        from ..model import Failure
+        from ..runtime.results import Failure
 
         writer = csv.writer(self.out)
         if self.count == 1:
             ranks = [f"{what}_{i + 1}" for i in range(self.top) for what in ("label", "probability")]
             writer.writerow(
-                ["source", *ranks, "steps", "full_steps", "exit", "margin", "exponent", "milliseconds", "error"]
+                [
+                    "source",
+                    *ranks,
+                    "steps",
+                    "full_steps",
+                    "exit",
+                    "margin",
+                    "exponent",
+                    "milliseconds",
+                    "unsure",
+                    "error",
+                ]
             )
         if isinstance(result, Failure):
-            writer.writerow([result.source, *[""] * (2 * self.top + 6), result.message])
+            writer.writerow([result.source, *[""] * (2 * self.top + 7), result.message])
             return
         best: list[Any] = [value for pair in result.top(self.top) for value in pair]
         best += [""] * (2 * self.top - len(best))
         time = round(1000 * (result.read_seconds + result.compute_seconds), 3)
-        numbers = [result.steps, result.full_steps, result.exit.short, result.margin, result.exponent, time]
+        numbers = [
+            result.steps,
+            result.full_steps,
+            result.exit.short,
+            result.margin,
+            result.exponent,
+            time,
+            result.unsure,
+        ]
         writer.writerow([result.source, *best, *numbers, ""])
 
 
@@ -255,12 +350,12 @@ class _Table(_Writer):
     BAR = 10
 
     def row(self, result: Result) -> None:
-        from ..model import Failure
+        from ..runtime.results import Failure
 
         if isinstance(result, Failure):
             return
         name = result.source if len(result.source) <= 36 else "..." + result.source[-33:]
-        depth = f"{result.steps}/{result.full_steps} {result.exit.short}"
+        depth = f"{result.steps}/{result.full_steps} {result.exit.short}" + ", unsure" * bool(result.unsure)
         for rank, (label, value) in enumerate(result.top(self.top)):
             bar = ("█" * round(value * self.BAR)).ljust(self.BAR, "·")
             first = f"{name:<36}  " if rank == 0 else " " * 38

@@ -1,48 +1,76 @@
-"""`odevit-serve train` and `odevit-serve val`."""
+"""`odevit-serve train`."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from .. import bundle
 from ..errors import UsageError, UserError
-from . import DATA, SPLIT, TEACHER_WEIGHTS, app, require, say
+from . import TEACHER_WEIGHTS, app, require, say
+
+if TYPE_CHECKING:
+    from ..train.finish import Finished
+
+WORK = "training"  # in the folder of a run on somebody's own pictures: train/own.py
 
 
 @app.command()
 def train(
     data: str = typer.Argument(
-        None, metavar="[DATA]", help="Image folder, zip file, CIFAR folder or .npz, or hf:NAME."
+        None, metavar="[DATA]", help="Folder with a folder for each class, zip file, CIFAR folder, .npz, or hf:NAME."
     ),
+    minutes: float = typer.Option(None, "--minutes", min=0.1, help="From here to the finished bundle. Default: 5."),
+    epochs: int = typer.Option(None, "--epochs", min=0, help="Passes over the pictures, in place of minutes."),
+    start: str = typer.Option(None, "--start", metavar="BUNDLE", help="To start from. Default: the bundled model."),
+    epsilon: float = typer.Option(None, "--epsilon", help="Of the guarantee of early exit. Default: 0.01."),
     config: str = typer.Option(None, "--config", help="Recipe: a TOML file, or the name of a shipped one."),
-    teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME. Without a teacher: from scratch."),
+    teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME: follow this teacher."),
     teacher_weights: Path = TEACHER_WEIGHTS,
     teacher_head: str = typer.Option(None, "--teacher-head", help="own, probe or finetune."),
     preset: str = typer.Option(None, "--preset", help="Shape of the model: see `odevit-serve info --list`."),
-    epochs: int = typer.Option(None, "--epochs", help="Epochs of the student."),
-    batch_size: int = typer.Option(None, "--batch-size"),
+    batch_size: int = typer.Option(None, "--batch-size", min=1),
     lr: float = typer.Option(None, "--lr"),
-    seed: int = typer.Option(None, "--seed"),
+    seed: int = typer.Option(None, "--seed", min=0),
     self_supervised: bool = typer.Option(False, "--self-supervised", help="Follow the teacher's states; no labels."),
     settings: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help="Any setting of the recipe."),
-    output: Path = typer.Option(Path("runs/train"), "--output", "-o", help="Run folder."),
+    output: Path = typer.Option(None, "--output", "-o", help="Run folder. Default: runs/mine; of a recipe runs/train."),
     resume: Path = typer.Option(
-        None, "--resume", metavar="RUN", help="Go on with the run in this folder; other options change its recipe."
+        None, "--resume", metavar="RUN", help="Go on with the run in this folder; other options change what it does."
     ),
     list_recipes: bool = typer.Option(False, "--list", help="List the shipped recipes."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Check and print the recipe as JSON; train nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Check and print what was asked as JSON; train nothing."),
 ) -> None:
-    """Train an ODE-ViT, from scratch or by following a teacher; interrupt it any time and go on with --resume."""
-    from ..train.recipe import RECIPES, SELF_SUPERVISED, read_recipe
+    """Train on your own pictures: `train PHOTOS` starts from the bundled model and ends with a bundle to serve.
 
+    With a recipe, preset, teacher or --set it trains a new model, from scratch or by following the teacher.
+    Interrupt it any time, and go on with --resume.
+    """
+    from ..train.recipe import SELF_SUPERVISED, read_recipe
+
+    begun = time.monotonic()
     if list_recipes:
-        for path in sorted(RECIPES.glob("*.toml")):
-            first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-            typer.echo(f"{path.stem:24} {first}")
+        _list_recipes()
         return
+    by_recipe = bool(settings or self_supervised) or any(
+        value is not None for value in (config, teacher, teacher_weights, teacher_head, preset)
+    )
+    if resume is not None:
+        by_recipe = not (resume / WORK).is_dir() or by_recipe
+    given = {"minutes": minutes, "start": start, "epsilon": epsilon}
+    if not by_recipe:
+        asked = {"data": data, "epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed, **given}
+        own(asked, output or Path("runs/mine"), resume, dry_run, begun)
+        return
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"--{name} is for training on your own pictures, without a recipe, teacher or preset")
+    output = output or Path("runs/train")
     options = {
         "data.source": data,
         "teacher.source": teacher,
@@ -54,9 +82,9 @@ def train(
         "training.lr": lr,
         "training.seed": seed,
     }
-    given = [f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None]
+    words = [f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None]
     if self_supervised:
-        given += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
+        words += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
     if resume is not None:
         if config is not None:
             raise UsageError("--resume goes on with the recipe of the run: change parts of it with --set")
@@ -65,7 +93,7 @@ def train(
             raise UserError(f"{resume} holds no run to resume: it has no recipe.json")
     elif (output / "last.pt").exists() or (output / "bundle").exists():
         raise UsageError(f"{output} already holds a run: --resume {output}, or choose another --output")
-    recipe = read_recipe(config, [*given, *settings])
+    recipe = read_recipe(config, [*words, *settings])
     if dry_run:
         typer.echo(json.dumps(recipe.to_dict(), indent=2))
         return
@@ -81,61 +109,58 @@ def train(
     say(f"next: odevit-serve export {folder} --format parts, then odevit-serve predict --model {folder} PICTURE")
 
 
-def numbers(text: str | None) -> list[float]:
-    """Comma-separated numbers of an option."""
-    try:
-        return [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        raise UsageError(f"expected numbers separated by commas, not {text!r}") from None
+def _list_recipes() -> None:
+    from ..train.recipe import RECIPES
+
+    for path in sorted(RECIPES.glob("*.toml")):
+        first = path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+        typer.echo(f"{path.stem:24} {first}")
 
 
-@app.command()
-def val(
-    model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model."),
-    data: str = DATA,
-    split: str = SPLIT,
-    steps: str = typer.Option(None, "--steps", help="Comma-separated; default: half, own, 1.5 times and twice."),
-    horizons: str = typer.Option(None, "--horizon", help="Comma-separated; default: the bundle's own."),
-    solver: str = typer.Option(None, "--solver"),
-    splitting: str = typer.Option(None, "--splitting"),
-    teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME, to measure agreement."),
-    teacher_weights: Path = TEACHER_WEIGHTS,
-    robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and on worse pictures."),
-    curve: Path = typer.Option(None, "--curve", metavar="PNG", help="Draw accuracy by step, on past the horizon."),
-    limit: int = typer.Option(0, "--limit", help="Use this many images only, chosen by seed."),
-    batch_size: int = typer.Option(64, "--batch-size"),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout."),
-    as_csv: bool = typer.Option(False, "--csv", help="Print CSV to stdout."),
-) -> None:
-    """Measure accuracy at 1, 3 and 5, and agreement with the teacher, by steps and by horizon."""
+def own(asked: dict[str, Any], output: Path, resume: Path | None, dry_run: bool, begun: float) -> None:
+    """Train on somebody's own pictures and say what came out."""
+    options = {key: value for key, value in asked.items() if value is not None}
+    if dry_run:
+        typer.echo(json.dumps(options, indent=2))
+        return
     require("train")
-    from ..train.curves import draw_depth
-    from ..train.val import by_step, table, validate
+    require("export")
+    from ..export import parts
+    from ..train import own as flow
 
-    walked = by_step(model, data, split, limit, batch_size, say) if curve else []
-    rows = validate(
-        model,
-        data,
-        split=split,
-        steps=[int(n) for n in numbers(steps)],
-        horizons=numbers(horizons),
-        solver=solver,
-        splitting=splitting,
-        teacher=teacher or "",
-        teacher_weights=str(teacher_weights or ""),
-        robustness=robustness,
-        limit=limit,
-        batch_size=batch_size,
-        say=say,
-    )
-    if curve:
-        draw_depth(walked, rows, bundle.read_config(bundle.find(model)).integration, curve)
-        say(f"curve: {curve}")
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-    elif as_csv:
-        typer.echo(",".join(rows[0]))
-        for row in rows:
-            typer.echo(",".join(str(value) for value in row.values()))
+    if resume is not None:
+        known = flow.read_run(resume)
+        if known is None:
+            raise UserError(f"{resume} holds no run to resume")
+        options, output = {**known["wanted"], **options}, resume
+    elif (output / WORK).exists() or (output / bundle.CONFIG).exists():
+        raise UsageError(f"{output} already holds a run: --resume {output}, or choose another --output")
+    if "data" not in options:
+        raise UsageError("no data: name a folder, a zip file, an .npz file or hf:NAME")
+    wanted = bundle.build(flow.Wanted, options, "")
+    try:
+        made = flow.train(wanted, output, parts, say, begun, resume is not None)
+    except KeyboardInterrupt:
+        say(f"interrupted; go on with: odevit-serve train --resume {output}")
+        raise typer.Exit(130) from None
+    _tell(made, time.monotonic() - begun)
+    if made.interrupted:
+        raise typer.Exit(130)
+
+
+def _tell(made: Finished, seconds: float) -> None:
+    from ..train.progress import clock
+
+    low, high = made.interval
+    those = "the same photographs that chose it" if made.chosen_by else "photographs that it never saw"
+    say(f"accuracy: {made.accuracy:.1%} of {made.images:,} {those} (95% interval {low:.1%} to {high:.1%})")
+    pair = made.confusion
+    if pair is None:
+        say("no two classes were taken for each other")
     else:
-        table(rows)
+        say(f"most often confused: {pair.one} and {pair.other}, {pair.mistakes} of {pair.images} photographs of them")
+    steps = f"{made.mean_steps:.1f} steps"
+    say(f"one picture takes {made.milliseconds:.0f} ms here, from file to answer ({steps} on average)")
+    folder = shlex.quote(str(made.folder))
+    say(f"{folder} is finished after {clock(seconds)}")
+    say(f"next: odevit-serve serve {folder}, odevit-serve demo --model {folder}")

@@ -21,10 +21,10 @@ import torch
 
 from odevit_serve.bundle import Config, ExitPolicy, Integration
 from odevit_serve.export import checks, precision
-from odevit_serve.export.adaptive import adaptive
+from odevit_serve.export.formats.adaptive import adaptive
+from odevit_serve.export.formats.unrolled import unrolled
 from odevit_serve.export.graph import Folded
 from odevit_serve.export.pieces import Pieces
-from odevit_serve.export.unrolled import unrolled
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.presets import PRESETS
 

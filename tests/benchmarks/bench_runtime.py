@@ -26,12 +26,14 @@ from typing import Any
 
 import numpy as np
 
-from odevit_serve import bundle, calibrate, exits, load
+from odevit_serve import bundle, load
 from odevit_serve.bundle import Integration
-from odevit_serve.data import Images
-from odevit_serve.model import BundleModel
-from odevit_serve.session import open_session
-from odevit_serve.slots import Job
+from odevit_serve.data.datasets import Images
+from odevit_serve.guarantee import calibrate
+from odevit_serve.runtime import exits
+from odevit_serve.runtime.model import BundleModel
+from odevit_serve.runtime.sessions import open_session
+from odevit_serve.runtime.slots import Job
 
 Arrays = np.ndarray[Any, Any]
 
@@ -242,51 +244,6 @@ def against_vit(folder: Path, scratch: Path) -> dict[str, Any]:
     return answer
 
 
-def rules(folder: Path, images: Images) -> dict[str, Any]:
-    """Mean steps at 1, 2 and 5% disagreement: threshold from one half of the images, applied to the other."""
-    model = load(folder)
-    assert isinstance(model, BundleModel)
-    count = len(images)
-    table: dict[str, Any] = {}
-    names = ["contraction-extrapolated", "margin", "confidence", "patience", "kl", "latent-diff"]
-    for name in names:
-        recorder = calibrate.Recorder(model, images, None, exits.find(name))
-        recording = recorder.record(np.arange(count))
-        table[name] = _at_levels(recording)
-    travel, speed = recording.travels[: count // 2].mean(0), recording.cls_speeds[: count // 2].mean(0)
-    h = model.config.integration.step_size
-    left = h * np.arange(len(travel) - 1, -1, -1)
-    for name, scores in (
-        ("contraction, measured travel", calibrate.contraction_scores(recording, travel, None)),
-        ("contraction, travel scaled by speed", calibrate.contraction_scores(recording, travel, speed)),
-        ("margin / (speed x time left)", calibrate.contraction_scores(recording, left, np.ones_like(speed))),
-    ):
-        table[name] = _at_levels(calibrate.replace(recording, scores=scores))
-    return {"images": count, "full_steps": model.config.integration.steps, "mean_steps": table}
-
-
-def _at_levels(recording: calibrate.Recording) -> dict[str, Any]:
-    half = len(recording) // 2
-    parts = [
-        calibrate.replace(
-            recording,
-            **{k: v[a:b] for k, v in vars(recording).items() if isinstance(v, np.ndarray)},
-        )
-        for a, b in ((0, half), (half, len(recording)))
-    ]
-    answer = {}
-    for epsilon in (0.01, 0.02, 0.05):
-        chosen = np.inf
-        for threshold in calibrate.grid(parts[0]):
-            if calibrate.losses(parts[0], parts[0].exit_steps(threshold), "agreement").mean() > epsilon:
-                break
-            chosen = threshold
-        steps = parts[1].exit_steps(chosen)
-        differs = float(calibrate.losses(parts[1], steps, "agreement").mean())
-        answer[f"{epsilon:.0%}"] = {"mean_steps": float(steps.mean()), "differs": differs}
-    return answer
-
-
 def show(results: dict[str, Any]) -> None:
     """A table of two columns, nested names joined."""
 
@@ -305,7 +262,7 @@ def main() -> None:
     parser.add_argument("--bundle")
     parser.add_argument("--data", help="pictures for the benchmarks of exits; without them those are left out")
     parser.add_argument("--limit", type=int, default=4000)
-    parser.add_argument("--only", choices=["host_loop", "adaptive", "cold", "against_vit", "rules"])
+    parser.add_argument("--only", choices=["host_loop", "adaptive", "cold", "against_vit"])
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -321,7 +278,6 @@ def main() -> None:
         }
         if images is not None:
             jobs["adaptive"] = lambda: adaptive(folder, images, scratch)
-            jobs["rules"] = lambda: rules(folder, images)
         results: dict[str, Any] = {
             "bundle": "random weights" if random else bundle.read_config(folder).name,
             "cores": os.cpu_count(),

@@ -22,7 +22,7 @@ from timm.models.vision_transformer import Block
 
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
 from odevit_serve.train.model import ODEViT, Psi
-from odevit_serve.train.objectives import Distillation
+from odevit_serve.train.objective import Distillation
 from odevit_serve.train.recipe import Training
 
 
@@ -55,7 +55,9 @@ def psi_against_block(width: int = 192, heads: int = 3, ratio: float = 4.0, repe
 def one_step(checkpointing: bool, steps: int) -> Callable[[], None]:
     shape = Architecture(32, 4, 192, 3, 4.0)
     student = ODEViT(Config(shape, Integration(12.0, steps), Preprocessing((3, 32, 32))))
-    objective = Distillation(student, Training(checkpointing=checkpointing), {"cross_entropy": 1.0})
+    objective = Distillation(
+        student, Training(gradient="checkpoint" if checkpointing else "backprop"), {"cross_entropy": 1.0}
+    )
     pixels, labels = torch.randn(32, 3, 32, 32), torch.zeros(32, dtype=torch.long)
 
     def run() -> None:

@@ -4,10 +4,10 @@ import { prepare, readConfig, softmax, view } from '../odevit.mjs';
 ort.env.wasm.wasmPaths = new URL('../node_modules/onnxruntime-web/dist/', import.meta.url).href;
 ort.env.wasm.numThreads = 1;  // more need headers (COOP, COEP) that a plain file server does not send
 const REASONS = {
-  0: 'contracted: what is left to travel cannot change the answer',
-  1: 'Lyapunov time reached: the trajectory cannot be trusted further',
+  0: 'stopped early: the score of the exit rule reached its threshold',
+  1: 'Lyapunov time: the growth of perturbations toward the decision boundary reached its limit',
   3: 'depth budget: stopped at the number of steps allowed',
-  4: 'full horizon: integrated to the end',
+  4: 'full depth: integrated to the horizon',
 };
 const $ = (id) => document.getElementById(id);
 let model = null, picture = null, shown = null;
@@ -49,8 +49,10 @@ async function update() {
   say('Working...');
   const answer = await predict(model, picture);
   shown = answer;
-  $('label').textContent = answer.label;
-  const ranked = softmax(answer.logits).map((p, i) => [p, model.config.labels[i] ?? String(i)]).sort((a, b) => b[0] - a[0]);
+  const known = model.config.confidence, probabilities = softmax(answer.logits, known?.temperature ?? 1);
+  const unsure = known?.unsure && Math.max(...probabilities) < known.unsure.threshold;
+  $('label').textContent = unsure ? `${answer.label} (unsure)` : answer.label;
+  const ranked = probabilities.map((p, i) => [p, model.config.labels[i] ?? String(i)]).sort((a, b) => b[0] - a[0]);
   $('top').replaceChildren(...ranked.slice(0, 5).map(([p, name]) => bar(name, p)));
   $('depth').textContent = `${answer.steps} of ${answer.full} steps; ${answer.reason}`;
   $('gauge').max = answer.full;

@@ -1,0 +1,286 @@
+"""Ways to serve one model, under the same load, in one run.
+
+Every server is a process of its own with the same number of threads, and all are sent the same pictures by the same
+clients: as the body of the request here, as base64 in JSON where that is LitServe's way. Rounds are interleaved, so
+that what else the machine does falls on all of them alike. `in-process` has no server: the same pictures, decoded and
+answered by the slots themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import bundle
+from ..data import images
+from ..errors import UserError
+from ..runtime.model import Model, load_bundle
+from ..runtime.results import Prediction
+from ..runtime.slots import Job, Outcome, Slots
+from . import cnn
+from .load import Load, generate
+
+SYSTEMS = {
+    "continuous": "this engine",
+    "synchronous": "the same engine, a batch runs until all of it has exited",
+    "fixed": "fixed depth, dynamic batching (this server, unrolled ONNX)",
+    "litserve": "LitServe, unrolled ONNX",
+    "in-process": "the slots without a server, decoding included",
+    "cnn": "LitServe, a CNN of ResNet-20's size (random weights)",
+}
+BY_LITSERVE = ("litserve", "cnn")
+CLIENTS = (1, 8, 32, 128)
+SLOTS = 32
+
+
+class SynchronousSlots(Slots):
+    """A batch as other early-exit systems run it: nobody comes in, and nobody leaves, until the last one is done."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._done: dict[int, Outcome] = {}
+
+    @property
+    def free(self) -> int:
+        return 0 if self.active else self.capacity
+
+    def step(self) -> list[Outcome]:
+        for outcome in super().step():
+            self._done.setdefault(id(outcome.job.key), outcome)
+        if len(self._done) < self.active:
+            return []
+        done = list(self._done.values())
+        self.clear()
+        return done
+
+    def cancel(self, key: Any) -> bool:
+        return False  # its row is computed to the end all the same
+
+    def clear(self) -> tuple[Job, ...]:
+        jobs, self._done = self.jobs, {}
+        if jobs:
+            super()._compact(np.arange(self.active))
+        return jobs
+
+    def _compact(self, ended: np.ndarray) -> None:
+        pass
+
+
+def serve_synchronous(source: str, port: int, threads: int) -> None:
+    from ..serving.engine import Engine
+    from ..serving.http.middleware import Options
+    from ..serving.http.uvicorn_server import run
+    from ..serving.logs import set_up_logging
+
+    set_up_logging("off")
+    model = load_bundle(source, threads=threads)
+    engine = Engine(model, core=SynchronousSlots(model.graphs, SLOTS), queue=1024)
+    run(engine, Options(), "127.0.0.1", port, 5.0, 1024)
+
+
+@contextlib.contextmanager
+def process(system: str, model: Path, unrolled: Path, threads: int) -> Iterator[tuple[str, int]]:
+    """A server of one of the systems, ready; gives its address and its session."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    source = unrolled if system in ("fixed", *BY_LITSERVE) else model
+    if system == "cnn":
+        source = cnn.write(unrolled.with_name("cnn.onnx"), bundle.read_config(model))
+    if system in ("continuous", "fixed"):
+        options = ["--slots", str(SLOTS), "--queue", "1024", "--log", "off", "--threads", str(threads)]
+        command = [sys.executable, "-m", "odevit_serve", "serve", str(source), "--port", str(port), *options]
+    else:
+        module = "odevit_serve.benchmark.litserve" if system in BY_LITSERVE else "odevit_serve.benchmark.serve"
+        command = [sys.executable, "-m", module, str(source), str(port), str(threads)]
+    own = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait(own, f"{address}/{'health' if system in BY_LITSERVE else 'v2/health/ready'}", system)
+        yield address, own.pid
+    finally:
+        own.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            own.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(own.pid, signal.SIGKILL)  # with whatever it started itself
+        own.wait()
+
+
+def _wait(own: subprocess.Popen[bytes], address: str, system: str) -> None:
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and own.poll() is None:
+        with contextlib.suppress(urllib.error.URLError, OSError):
+            if urllib.request.urlopen(address, timeout=1).status == 200:
+                return
+        time.sleep(0.1)
+    raise UserError(f"{system} did not come up")
+
+
+def compare(
+    model: Path,
+    unrolled: Path,
+    pictures: Sequence[bytes],
+    clients: Sequence[int] = CLIENTS,
+    seconds: float = 4.0,
+    rounds: int = 3,
+    threads: int | None = None,
+    systems: Sequence[str] = tuple(SYSTEMS),
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Medians over rounds of what the clients saw, by system and number of clients."""
+    threads = threads or os.cpu_count() or 1
+    runs: dict[str, Callable[[int, float], dict[str, Any]]] = {}
+    seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    with contextlib.ExitStack() as stack:
+        for name in systems:
+            if name == "in-process":
+                runs[name] = functools.partial(in_process, load_bundle(model, threads=threads), pictures)
+            else:
+                server = stack.enter_context(process(name, model, unrolled, threads))
+                runs[name] = functools.partial(_load, server, name, pictures)
+            runs[name](max(clients), min(1.0, seconds))  # what only the first pays for
+        for turn in range(rounds):
+            for count in clients:
+                for name in [*systems[turn % len(systems) :], *systems[: turn % len(systems)]]:
+                    summary = runs[name](count, seconds)
+                    seen.setdefault((name, count), []).append(summary)
+                    speed = f"{summary['images_per_second']:.0f} images/s"
+                    say(f"round {turn + 1}/{rounds}, {count} clients, {name}: {speed}")
+    full = bundle.read_config(model).integration.steps
+    rows = [_median(name, count, runs, full) for (name, count), runs in seen.items()]
+    rows.sort(key=lambda row: (row["clients"], list(SYSTEMS).index(row["system"])))
+    return {"rows": rows, "ratios": ratios(rows), "threads": threads, "rounds": rounds, "seconds": seconds, **_where()}
+
+
+def _load(
+    server: tuple[str, int], system: str, pictures: Sequence[bytes], clients: int, seconds: float
+) -> dict[str, Any]:
+    (address, session), bodies, path, kind = server, pictures, "/v1/predict", "application/octet-stream"
+    if system in BY_LITSERVE:
+        bodies = [json.dumps({"image": base64.b64encode(picture).decode()}).encode() for picture in pictures]
+        path, kind = "/predict", "application/json"
+    before = cpu_seconds(session)
+    load = asyncio.run(generate(address, bodies, clients, seconds, path, kind))
+    return {**load.summary(), "cpu_ms": _each(cpu_seconds(session) - before, len(load.latencies))}
+
+
+def in_process(model: Model, pictures: Sequence[bytes], clients: int, seconds: float) -> dict[str, Any]:
+    """The same pictures without a server: one after the other for one client, all the slots for more."""
+    load, began, before = Load(clients), time.monotonic(), time.process_time()
+    given = itertools.takewhile(lambda _: time.monotonic() < began + seconds, itertools.cycle(pictures))
+    results = map(model.predict, given) if clients == 1 else model.stream(given)
+    for result in results:
+        if isinstance(result, Prediction):
+            load.latencies.append(result.read_seconds + result.compute_seconds)
+            load.steps.append(result.steps)
+    load.seconds = time.monotonic() - began
+    return {**load.summary(), "cpu_ms": _each(time.process_time() - before, len(load.latencies))}
+
+
+def _each(seconds: float, images: int) -> float:
+    return 1000 * seconds / images if images else math.nan
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time so far of all processes of a session, as Linux counts it; NaN elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return math.nan
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # those that have ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
+
+
+def _median(name: str, clients: int, runs: list[dict[str, Any]], full: int) -> dict[str, Any]:
+    row: dict[str, Any] = {"system": name, "clients": clients}
+    for key in ("images_per_second", "p50_ms", "p95_ms", "p99_ms", "cpu_ms"):
+        values = [run[key] for run in runs]
+        row[key] = statistics.median(values)
+        row[f"{key}_spread"] = [min(values), max(values)]
+    depths = [run["mean_depth"] for run in runs if run["mean_depth"] is not None]
+    row["mean_depth"] = statistics.mean(depths) if depths else None if name == "cnn" else float(full)
+    row["images"] = sum(run["images"] for run in runs)
+    row["errors"] = sum(run["errors"] for run in runs)
+    return row
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """This engine against each other system, by number of clients: throughput, and p99."""
+    by = {(row["system"], row["clients"]): row for row in rows}
+    answer: dict[str, Any] = {}
+    for (name, count), row in by.items():
+        own = by.get(("continuous", count))
+        if name != "continuous" and own:
+            answer.setdefault(str(count), {})[name] = {
+                "images_per_second": own["images_per_second"] / row["images_per_second"],
+                "p99": own["p99_ms"] / row["p99_ms"],
+            }
+    return answer
+
+
+def _where() -> dict[str, Any]:
+    import onnxruntime
+
+    versions = {"python": platform.python_version(), "onnxruntime": onnxruntime.__version__}
+    with contextlib.suppress(ImportError):
+        import litserve
+
+        versions["litserve"] = litserve.__version__
+    return {"machine": {"processor": platform.machine(), "cores": os.cpu_count()}, "versions": versions}
+
+
+def depths(model: Model, pictures: Sequence[bytes]) -> dict[str, Any]:
+    """How deep the pictures go: a comparison says little when they all go equally deep."""
+    steps = [prediction.steps for prediction in model.predict(list(pictures))]
+    full = model.config.integration.steps
+    return {"full": full, "mean": statistics.mean(steps), "counts": {n: steps.count(n) for n in sorted(set(steps))}}
+
+
+def some_pictures(count: int, side: int) -> list[bytes]:
+    """Made-up pictures, from smooth to rough, for want of real ones."""
+    from PIL import Image
+
+    random, made = np.random.default_rng(0), []
+    for number in range(count):
+        rough = random.integers(0, 256, (2 ** (1 + number % 5), 2 ** (1 + number % 5), 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(rough).resize((side, side), Image.Resampling.BICUBIC).save(buffer, "PNG")
+        made.append(buffer.getvalue())
+    return made
+
+
+def real_pictures(folder: str, count: int) -> list[bytes]:
+    found = list(images.walk([folder]))
+    if not found:
+        raise UserError(f"{folder} has no pictures")
+    chosen = np.random.default_rng(0).permutation(len(found))[:count]
+    return [Path(found[i]).read_bytes() for i in chosen.tolist()]
+
+
+if __name__ == "__main__":
+    serve_synchronous(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,375 @@
+"""Choosing the threshold of an exit rule so that a guarantee holds.
+
+The claim: the adaptive answer differs from the full-depth answer on at most a fraction epsilon of images, with
+confidence 1 - delta over the draw of the calibration images, whatever distribution they come from.
+
+How it is proven: the images are split at random. On the first part everything is measured that has to be known before
+the test: the remaining travel, the limit on Lyapunov times, which rule needs the fewest steps, the thresholds to try.
+On the second part, which has had no say in any of that, the thresholds are tested from the strictest downwards: each by
+the exact binomial test of "it errs on more than epsilon", stopping at the first that cannot be rejected at level delta.
+A sequence fixed beforehand keeps the chance of any false claim below delta: a false claim needs the first true
+hypothesis of the sequence to be rejected, and that happens with probability at most delta. It asks for no monotonicity.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import bundle
+from ..bundle import Calibration, Confidence, Config, ExitPolicy
+from ..data import datasets as data
+from ..data.datasets import Images
+from ..errors import UsageError, UserError
+from ..model_card import write_card
+from ..runtime import exits
+from ..runtime.dynamics import Floats
+from ..runtime.exits import RULES, ExitReason, Rule
+from ..runtime.model import BundleModel
+from .bounds import binomial_tail, upper_bound
+from .confidence import measure_confidence
+from .recording import Followed, Recorder, Recording
+
+MEASURED = 0.2  # part of the images that measures; the rest tests
+TARGETS = ("agreement", "accuracy")
+LYAPUNOV_SHARE = 0.25  # of epsilon, that the limit on Lyapunov times may spend on the measuring images
+FIXED = (1, 2, 3)  # numbers of steps over the whole horizon that the table shows beside the rules
+
+
+def images_needed(epsilon: float, delta: float) -> int:
+    """How many images must be there for a threshold that never errs on them to be proven."""
+    tests = math.ceil(math.log(delta) / math.log1p(-epsilon) - 1e-9)
+    count = math.floor(tests / (1 - MEASURED))
+    while count - measuring(count) < tests:
+        count += 1
+    return count
+
+
+def measuring(count: int) -> int:
+    """How many of `count` images measure rather than test."""
+    return round(MEASURED * count)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One threshold in the table."""
+
+    threshold: float
+    observed: float
+    bound: float
+    mean_steps: float
+    accuracy: float | None
+    time_saved: float
+
+
+@dataclass(frozen=True)
+class Rival:
+    """What another rule, or a fixed number of steps, gives on the measuring images. An estimate, not a proof."""
+
+    name: str
+    mean_steps: float
+    observed: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome: the policy to be written, what every threshold tested would have given, and the rules beside it."""
+
+    policy: ExitPolicy
+    chosen: Row
+    rows: tuple[Row, ...]
+    rivals: tuple[Rival, ...]
+    full_accuracy: float | None
+    skipped: int  # images that could not be read
+    confidence: Confidence | None = None  # with labels
+
+
+def grid(recording: Followed, scores: Floats, lines: int = 512) -> Floats:
+    """Thresholds to test, strictest first: ranks of the scores, and of those at which an answer was still to change."""
+    before = scores[:, :-1]
+    wrong = recording.answers[:, :-1] != recording.answers[:, -1:]
+    still = np.where(wrong, before, -np.inf).max(1, initial=-np.inf)
+    finite = before[np.isfinite(before)]
+    if not len(finite):
+        return np.array([])
+    ranks = np.linspace(0, 1, lines)
+    values: list[Floats] = [np.quantile(finite, ranks)]
+    if np.isfinite(still).any():
+        values.append(np.quantile(still[np.isfinite(still)], ranks))
+    return np.unique(np.concatenate(values))[::-1]
+
+
+def lyapunov_limit(recording: Followed, epsilon: float, target: str = "agreement") -> float | None:
+    """The smallest limit on the Lyapunov times that, by itself, is expected to spend at most its share of epsilon.
+
+    Expected by the median of what these images leave possible, so that few images set no limit. None as well where no
+    trajectory grows before its last step: nothing would ever reach a limit.
+    """
+    never = np.full(recording.answers.shape, -np.inf)
+    times = recording.lyapunov_times[:, :-1]
+    limit = None
+    for candidate in np.unique(times[times > 0])[::-1]:
+        steps = recording.exit_steps(never, np.inf, float(candidate))
+        wrong = int((recording.errors(steps, target) & recording.finite).sum())
+        if upper_bound(wrong, len(recording), 0.5) > LYAPUNOV_SHARE * epsilon:
+            break
+        limit = float(candidate)
+    return limit
+
+
+def fewest_steps(
+    recording: Followed, scores: Floats, epsilon: float, target: str = "agreement", lyapunov: float | None = None
+) -> tuple[float, float]:
+    """Mean steps and errors at the lowest threshold that errs on at most epsilon of these images (an estimate)."""
+    best = (float(recording.steps), float((~recording.finite).mean()))
+    for threshold in grid(recording, scores):
+        steps = recording.exit_steps(scores, float(threshold), lyapunov)
+        wrong = float(recording.errors(steps, target).mean())
+        if wrong > epsilon:
+            break
+        best = (float(steps.mean()), wrong)
+    return best
+
+
+def compete(
+    recording: Recording, rules: Sequence[Rule], epsilon: float, target: str, lyapunov: float | None
+) -> list[Rival]:
+    """The rules on the measuring images, fewest steps first."""
+    travel = recording.mean_travel()
+    rivals = []
+    for rule in rules:
+        steps, wrong = fewest_steps(recording, recording.scores(rule, travel), epsilon, target, lyapunov)
+        rivals.append(Rival(rule.name, steps, wrong, None))
+    return sorted(rivals, key=lambda rival: rival.mean_steps)
+
+
+def choose(
+    recording: Followed,
+    scores: Floats,
+    thresholds: Sequence[float] | Floats,
+    epsilon: float,
+    delta: float,
+    target: str = "agreement",
+    lyapunov: float | None = None,
+) -> float | None:
+    """Fixed-sequence test from the first threshold (the strictest) on; the last that passes, or None."""
+    chosen = None
+    for threshold in thresholds:
+        wrong = int(recording.errors(recording.exit_steps(scores, float(threshold), lyapunov), target).sum())
+        if binomial_tail(wrong, len(recording), epsilon) > delta:
+            break
+        chosen = float(threshold)
+    return chosen
+
+
+def calibrate(
+    folder: Path,
+    images: Images,
+    epsilon: float = 0.01,
+    delta: float = 0.05,
+    rule: str = "auto",
+    target: str = "agreement",
+    seed: int = 0,
+    threads: int | None = None,
+    advance: Callable[[], None] = lambda: None,
+    output: Path | None = None,
+    steps: int | None = None,
+    solver: str | None = None,
+    chosen_as: str = "",
+    unsure: float | None = None,
+) -> Report:
+    """Measure, test, and write the policy with its proof into the bundle, or into a copy of it at `output`.
+
+    With `steps` or `solver` the copy integrates by those, and the proof is for it. Nothing is changed without a proof.
+    """
+    check_numbers(epsilon, delta, target, len(images))
+    config = bundle.read_config(folder)
+    own = replace(config.integration, steps=steps or config.integration.steps)
+    if solver not in (None, own.solver):
+        raise UsageError(f"the bundle steps by {own.solver}: export it for {solver} first, then calibrate that")
+    if own != config.integration and output is None:
+        raise UsageError("a proof for other steps than the bundle's own needs a bundle of its own: give --output")
+    config = config.replace(integration=own)
+    model = BundleModel(folder, config, threads=threads)
+    labels = match_labels(images, config)
+    if target == "accuracy" and labels is None:
+        raise UserError("--target accuracy needs labels: class folders, or y arrays, that match the model's labels")
+    if unsure is not None and (labels is None or not 0 < unsure < 1):
+        raise UserError("--unsure is a fraction, and needs labels that match the model's: class folders, or y arrays")
+    candidates = competitors(rule)
+    order = np.random.default_rng(seed).permutation(len(images))
+    first, second = order[: measuring(len(order))], order[measuring(len(order)) :]
+    recorder = Recorder(model, images, labels, advance=advance)
+    measured = recorder.record(first)
+    limit = lyapunov_limit(measured, epsilon, target)
+    rivals = compete(measured, candidates, epsilon, target, limit)
+    winner, travel = RULES[rivals[0].name], measured.mean_travel()
+    thresholds = grid(measured, measured.scores(winner, travel))
+    tested = recorder.record(second)
+    if len(tested) < len(second) and binomial_tail(0, len(tested), epsilon) > delta:
+        raise UserError(
+            f"only {len(tested)} images could be read: too few for epsilon {epsilon:g}; nothing was changed"
+        )
+    scores = tested.scores(winner, travel)
+    threshold = choose(tested, scores, thresholds, epsilon, delta, target, limit)
+    if threshold is None:
+        raise UserError(
+            f"no threshold of {winner.name!r} could be proven to err on at most {epsilon:g} of images with confidence "
+            f"{1 - delta:g}; nothing was changed"
+        )
+
+    def row(value: float) -> Row:
+        ends = tested.exit_steps(scores, value, limit)
+        wrong, mean = int(tested.errors(ends, target).sum()), float(ends.mean())
+        accuracy = None if tested.labels is None else float((tested.answers_at(ends) == tested.labels).mean())
+        bound = upper_bound(wrong, len(tested), delta)
+        return Row(value, wrong / len(tested), bound, mean, accuracy, recorder.time_saved(mean))
+
+    rows = [row(value) for value in table_rows(thresholds, threshold)]
+    chosen = next(entry for entry in rows if entry.threshold == threshold)
+    proof = Calibration(
+        epsilon, delta, len(tested), recorder.digest.hexdigest(), model.graphs.setting, target, chosen_as,
+        chosen.observed, chosen.bound, chosen.mean_steps, reasons(tested, scores, threshold, limit),
+    )  # fmt: skip
+    policy = ExitPolicy(winner.name, threshold, limit, tuple(travel.tolist()), own.horizon, proof)
+    confidence = None
+    if measured.labels is not None and tested.labels is not None:
+        ends = measured.exit_steps(measured.scores(winner, travel), threshold, limit)
+        pairs = (
+            (measured.logits_at(ends), measured.labels),
+            (
+                tested.logits_at(tested.exit_steps(scores, threshold, limit)),
+                tested.labels,
+            ),
+        )
+        confidence = measure_confidence(*pairs, unsure, delta)
+    write_policy(folder, output, config.replace(exit=policy, confidence=confidence))
+    full = None if tested.labels is None else float((tested.answers[:, -1] == tested.labels).mean())
+    shown = (*rivals, *fixed_steps(model, images, labels, first, measured, target))
+    return Report(policy, chosen, tuple(rows), shown, full, recorder.skipped, confidence)
+
+
+def competitors(rule: str) -> list[Rule]:
+    """The rules that take part: the one named, or for `auto` all that a graph can hold."""
+    if rule != "auto":
+        found = exits.find(rule)
+        if found.name == "fixed":
+            raise UsageError("the rule 'fixed' never stops early: there is nothing to calibrate")
+        return [found]
+    return [own for own in RULES.values() if own.exports]
+
+
+def reasons(recording: Followed, scores: Floats, threshold: float, lyapunov: float | None) -> dict[str, float]:
+    """Share of the images by the reason they end for."""
+    ends = recording.exit_steps(scores, threshold, lyapunov)
+    rows = np.arange(len(recording))
+    whole = ends == recording.steps
+    by_rule = ~whole & (scores[rows, ends - 1] >= threshold)
+    shares = {ExitReason.EARLY: by_rule, ExitReason.LYAPUNOV: ~whole & ~by_rule, ExitReason.HORIZON: whole}
+    return {reason.short: round(float(rows_of.mean()), 4) for reason, rows_of in shares.items()}
+
+
+def fixed_steps(
+    model: BundleModel, images: Images, labels: np.ndarray | None, rows: np.ndarray, full: Recording, target: str
+) -> list[Rival]:
+    """The same images at fixed small numbers of steps over the whole horizon: the strongest rival of early exit."""
+    found = []
+    for count in FIXED:
+        if count >= full.steps:
+            break
+        short = Recorder(model, images, labels, steps=count).record(rows)
+        if len(short) != len(full):
+            continue  # a picture that could be read once and not again
+        answers = short.answers[:, -1]
+        wrong = float((answers != full.answers[:, -1]).mean())
+        accuracy = None if full.labels is None else float((answers == full.labels).mean())
+        found.append(Rival(f"fixed, {count} step{'s' * (count > 1)}", float(count), wrong, accuracy))
+    return found
+
+
+def write_policy(folder: Path, output: Path | None, config: Config) -> None:
+    """The new configuration, read back before it replaces the old one, in the bundle or in a copy of it."""
+    target = output or folder
+    Config.from_json(config.to_json())
+    try:
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            for name in (bundle.WEIGHTS, bundle.STEM, bundle.STEP, bundle.ATTENTION):
+                if (folder / name).is_file():
+                    shutil.copyfile(folder / name, output / name)
+        bundle.write_config(target, config)
+        write_card(target)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}): give another folder with --output") from None
+
+
+def check_numbers(epsilon: float, delta: float, target: str, count: int) -> None:
+    for name, value in (("epsilon", epsilon), ("delta", delta)):
+        if not 0 < value < 1:
+            raise UsageError(f"{name} must lie between 0 and 1, not {value}")
+    if target not in TARGETS:
+        raise UsageError(f"unknown target {target!r}: choose one of {', '.join(TARGETS)}")
+    needed = images_needed(epsilon, delta)
+    if count < needed:
+        raise UserError(
+            f"epsilon {epsilon:g} at confidence {1 - delta:g} needs at least {needed:,} images, "
+            f"and there are {count:,}; nothing was changed"
+        )
+
+
+def match_labels(images: Images, config: Config) -> np.ndarray | None:
+    """The images' labels as indices of the model's classes; None when there are none or the names do not match."""
+    if images.labels is None:
+        return None
+    known = config.class_index()
+    if set(images.classes) <= set(known):
+        return np.array([known[name] for name in images.classes])[images.labels]
+    if not config.labels and len(images.classes) == config.architecture.classes:
+        return images.labels
+    return None
+
+
+def table_rows(thresholds: Floats, chosen: float, lines: int = 12) -> list[float]:
+    """A readable choice of the thresholds, the chosen one among them, with some below it."""
+    at = int(np.flatnonzero(thresholds == chosen)[0])
+    end = min(len(thresholds), at + 1 + max(3, (at + 1) // 2))
+    picks = {at, *np.unique(np.linspace(0, end - 1, lines).astype(int)).tolist()}
+    return [float(thresholds[i]) for i in sorted(picks)]
+
+
+def open_images(
+    source: str,
+    split: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    division: bundle.Division | None = None,
+) -> Images:
+    """The images to calibrate on, as `datasets.pick` finds them; at most `limit` of them, drawn at random."""
+    images = data.pick(source, split, division)
+    if limit is not None and limit < len(images):
+        images = images.subset(np.random.default_rng(seed).permutation(len(images))[:limit])
+    return images
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """Plain data, as printed by `calibrate --json`."""
+    proof = report.policy.calibration
+    assert proof is not None
+    return {
+        "rule": report.policy.rule,
+        "threshold": report.policy.threshold,
+        "lyapunov": report.policy.lyapunov,
+        "calibration": asdict(proof),
+        "confidence": None if report.confidence is None else asdict(report.confidence),
+        "full_accuracy": report.full_accuracy,
+        "skipped": report.skipped,
+        "table": [vars(row) for row in report.rows],
+        "rules": [vars(rival) for rival in report.rivals],
+    }

@@ -1,0 +1,131 @@
+"""Numerical integration: small stateless steps over explicit state, in plain arithmetic.
+
+A solver advances `x' = f(x)` by one step of size `h`. It only adds, subtracts and multiplies, so that the same function
+runs on torch tensors (training), numpy arrays (tests) and values of an ONNX graph under construction (export and the
+runtime). What it remembers between steps is passed in and handed back.
+
+To add a solver, write its step and add one line to `SOLVERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Value = Any  # whatever has +, - and *: a tensor, an array, a value of a graph
+Field = Callable[[Value], Value]
+
+
+class Memory(NamedTuple):
+    """The velocity one step earlier; `known` is 1, or 0 for images whose first step this is."""
+
+    velocity: Value
+    known: Value = 1.0
+
+
+Result = tuple[Value, Value, Value | None]  # next state, velocity at the start of the step, what to remember
+
+
+def euler(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
+    v = f(x)
+    return x + h * v, v, None
+
+
+def ab2(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
+    """Adams-Bashforth: second order for one evaluation, by the previous velocity. The first step is Euler's."""
+    v = f(x)
+    if memory is None:
+        return x + h * v, v, v
+    return x + h * (v + (0.5 * memory.known) * (v - memory.velocity)), v, v
+
+
+def midpoint(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
+    v = f(x)
+    return x + h * f(x + (0.5 * h) * v), v, None
+
+
+def heun(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
+    v = f(x)
+    return x + (0.5 * h) * (v + f(x + h * v)), v, None
+
+
+def rk4(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
+    v = f(x)
+    v2 = f(x + (0.5 * h) * v)
+    v3 = f(x + (0.5 * h) * v2)
+    v4 = f(x + h * v3)
+    return x + (h * (1 / 6)) * (v + 2.0 * (v2 + v3) + v4), v, None
+
+
+@dataclass(frozen=True)
+class Solver:
+    step: Callable[[Field, Value, Value, Memory | None], Result]
+    order: int
+    evaluations: int  # of the field in one step
+    remembers: bool = False
+
+
+SOLVERS = {
+    "euler": Solver(euler, order=1, evaluations=1),
+    "ab2": Solver(ab2, order=2, evaluations=1, remembers=True),
+    "midpoint": Solver(midpoint, order=2, evaluations=2),
+    "heun": Solver(heun, order=2, evaluations=2),
+    "rk4": Solver(rk4, order=4, evaluations=4),
+}
+
+# A splitting is the sub-flows of one step: which field (0: attention G, 1: MLP F), for what part of the step.
+# `parallel` is one flow of their sum.
+SPLITTINGS: dict[str, tuple[tuple[int, float], ...]] = {
+    "parallel": (),
+    "lie": ((0, 1.0), (1, 1.0)),
+    "strang": ((0, 0.5), (1, 1.0), (0, 0.5)),
+}
+
+
+def order(solver: str, splitting: str) -> int:
+    """Order of convergence of the pair. `ab2` remembers across sub-flows, so that splitting it leaves order 1."""
+    if splitting == "parallel":
+        return SOLVERS[solver].order
+    if splitting == "lie" or SOLVERS[solver].remembers:
+        return 1
+    return min(SOLVERS[solver].order, 2)
+
+
+def memories(solver: str, splitting: str) -> int:
+    """How many remembered velocities a step needs and hands on."""
+    return max(1, len(SPLITTINGS[splitting])) if SOLVERS[solver].remembers else 0
+
+
+def evaluations(solver: str, splitting: str) -> tuple[int, int]:
+    """Evaluations of attention G and of the MLP F in one step."""
+    flows = [which for which, _ in SPLITTINGS[splitting]] or [0, 1]
+    each = SOLVERS[solver].evaluations
+    return each * flows.count(0), each * flows.count(1)
+
+
+def advance(
+    fields: tuple[Field, Field],
+    x: Value,
+    h: Value,
+    memory: Sequence[Value] = (),
+    solver: str = "euler",
+    splitting: str = "parallel",
+    known: Value = 1.0,
+) -> tuple[Value, Value, list[Value]]:
+    """One step of `x' = G(x) + F(x)` with `fields = (G, F)`: next state, velocity, what to remember.
+
+    `memory` is what the step before handed back; `known` is 0 for images in it that have made none.
+    """
+    attention, mlp = fields
+    step = SOLVERS[solver].step
+    before: list[Memory | None] = [Memory(velocity, known) for velocity in memory] or [None] * 3
+    if splitting == "parallel":
+        x_next, v, kept = step(lambda y: attention(y) + mlp(y), x, h, before[0])
+        return x_next, v, [] if kept is None else [kept]
+    x_next, remembered = x, []
+    for (which, part), own in zip(SPLITTINGS[splitting], before):
+        x_next, _, kept = step(fields[which], x_next, part * h, own)
+        if kept is not None:
+            remembered.append(kept)
+    return x_next, (x_next - x) / h, remembered

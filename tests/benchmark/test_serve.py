@@ -1,0 +1,105 @@
+"""The comparison itself: its other systems are what they claim to be, and its sums are right."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from servers import png
+
+import odevit_serve
+from odevit_serve import bundle
+from odevit_serve.benchmark.load import Load
+from odevit_serve.benchmark.serve import BY_LITSERVE, SYSTEMS, SynchronousSlots, compare, ratios, some_pictures
+from odevit_serve.runtime.model import BundleModel
+from odevit_serve.runtime.slots import Job
+from odevit_serve.serving.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> BundleModel:
+    loaded = odevit_serve.load(tiny_bundle, threads=1)
+    assert isinstance(loaded, BundleModel)
+    return loaded
+
+
+def test_a_synchronous_batch_ends_together_with_the_same_answers(model: BundleModel) -> None:
+    pictures = [png(i) for i in range(6)]
+    alone = [(p.label, p.steps) for p in model.predict(pictures)]
+    assert len({steps for _, steps in alone}) > 1
+    slots = SynchronousSlots(model.graphs, 8)
+    keys = [object() for _ in pictures]
+    slots.admit(np.stack([model.prepare(p) for p in pictures]), [Job(key, model.depth()) for key in keys])
+    assert slots.free == 0
+    turns = 0
+    while True:
+        turns += 1
+        done = slots.step()
+        if done:
+            break
+    assert turns == max(steps for _, steps in alone)
+    by = {id(outcome.job.key): slots.finish(outcome) for outcome in done}
+    found = [(by[id(key)].label, by[id(key)].steps) for key in keys]  # type: ignore[union-attr]
+    assert found == alone
+    assert (slots.active, slots.free) == (0, 8)
+
+
+def test_a_synchronous_engine_goes_on(model: BundleModel) -> None:
+    with Engine(model, core=SynchronousSlots(model.graphs, 4)) as engine:
+        futures = engine.submit_many([png(i) for i in range(20)])
+        assert [f.result(20).prediction.steps for f in futures] == [
+            p.steps for p in model.predict([png(i) for i in range(20)])
+        ]
+
+
+def test_the_sums() -> None:
+    load = Load(2, 2.0, [0.1 * (i + 1) for i in range(100)], steps=[3, 5])
+    load.statuses.update({200: 100, 429: 3})
+    load.lost = 1
+    summary = load.summary()
+    assert summary["images_per_second"] == 50
+    assert summary["p50_ms"] == pytest.approx(5100)
+    assert summary["p99_ms"] == pytest.approx(10000)
+    assert summary["mean_depth"] == 4
+    assert summary["errors"] == 4
+    rows = [
+        {"system": "continuous", "clients": 8, "images_per_second": 30.0, "p99_ms": 10.0},
+        {"system": "fixed", "clients": 8, "images_per_second": 15.0, "p99_ms": 40.0},
+    ]
+    assert ratios(rows) == {"8": {"fixed": {"images_per_second": 2.0, "p99": 0.25}}}
+
+
+@pytest.mark.slow
+def test_all_are_compared(tiny_bundle: Path, tmp_path: Path) -> None:
+    from odevit_serve.export.job import Settings, export
+
+    unrolled = tmp_path / "unrolled.onnx"
+    export(str(tiny_bundle), Settings(format="onnx", output=str(unrolled)))
+    systems = list(SYSTEMS)
+    if not importlib.util.find_spec("litserve"):
+        systems = [name for name in systems if name not in BY_LITSERVE]
+    result = compare(tiny_bundle, unrolled, some_pictures(20, 16), [1, 4], 0.5, 1, 1, systems)
+    assert [row["system"] for row in result["rows"]] == 2 * systems
+    assert all(row["images"] > 0 and row["errors"] == 0 for row in result["rows"])
+    assert set(result["ratios"]["4"]) == set(systems[1:])
+    assert all(row["cpu_ms"] > 0 for row in result["rows"])
+    assert {row["mean_depth"] for row in result["rows"] if row["system"] == "cnn"} <= {None}
+
+
+def test_the_cnn_has_the_size_of_a_resnet_20(tiny_bundle: Path, tmp_path: Path) -> None:
+    import onnx
+    from onnx import numpy_helper
+
+    from odevit_serve.benchmark.cnn import write
+    from odevit_serve.runtime.sessions import open_session
+
+    path = write(tmp_path / "cnn.onnx", bundle.read_config(tiny_bundle))
+    values = [numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer]
+    assert 0.26e6 < sum(v.size for v in values if v.dtype == np.float32) < 0.28e6
+    session = open_session(path, threads=1)
+    pixels = np.random.default_rng(0).normal(size=(3, 3, 16, 16)).astype(np.float32)
+    (logits,) = session.run(["logits"], {"pixel_values": pixels})
+    assert logits.shape == (3, 5)
+    assert np.ptp(logits, axis=0).min() > 0  # it looks at the pictures

@@ -1,0 +1,237 @@
+"""Pictures on disk in every layout that is read, and the sentences for those that cannot be."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from odevit_serve.bundle import Division
+from odevit_serve.data.datasets import CIFAR10, Images, divide, held_out, open_splits, pick, split_off
+from odevit_serve.errors import UsageError, UserError
+
+
+def picture(path: Path, grey: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 6), (grey, grey, grey)).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        for number, name in enumerate(("cat", "dog")):
+            for i in range(3):
+                picture(tmp_path / "set" / split / name / f"{i}.png", 10 * number + i)
+    return tmp_path / "set"
+
+
+def test_a_folder_with_splits_and_classes(folder: Path) -> None:
+    splits = open_splits(folder)
+    assert set(splits) == {"train", "val"}
+    train = splits["train"]
+    assert train.classes == ("cat", "dog")
+    assert train.labels is not None
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert train.read(4).getpixel((0, 0)) == (11, 11, 11)
+    assert held_out(splits) is splits["val"]
+
+
+def test_a_zip_file_is_read_in_place_and_gives_the_same(folder: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "set.zip"
+    with zipfile.ZipFile(archive, "w") as target:
+        for path in folder.rglob("*.png"):
+            target.write(path, Path("outer") / path.relative_to(folder))
+        target.writestr("__MACOSX/outer/train/cat/._0.png", b"junk")
+    zipped, plain = open_splits(archive)["train"], open_splits(folder)["train"]
+    assert zipped.classes == plain.classes
+    assert [zipped.read(i).getpixel((0, 0)) for i in range(6)] == [plain.read(i).getpixel((0, 0)) for i in range(6)]
+
+
+def test_class_folders_without_splits_and_a_flat_folder(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / "classes" / name / "x.jpg")
+    assert open_splits(tmp_path / "classes")["train"].classes == ("a", "b")
+    for i in range(3):
+        picture(tmp_path / "flat" / f"{i}.webp")
+    flat = open_splits(tmp_path / "flat")["train"]
+    assert (len(flat), flat.labels, flat.classes) == (3, None, ())
+
+
+def test_npz_arrays(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8)
+    y = np.arange(20) % 10
+    np.savez(tmp_path / "c.npz", x_train=x, y_train=y, x_test=x[:10], y_test=y[:10])
+    splits = open_splits(tmp_path / "c.npz")
+    assert set(splits) == {"train", "test"}
+    assert splits["train"].classes == CIFAR10
+    np.testing.assert_array_equal(np.asarray(splits["test"].read(3)), x[3])
+    assert splits["train"].in_memory
+
+
+@pytest.mark.parametrize("layout", ["python", "binary", "python-100", "binary-100"])
+def test_cifar_as_published(tmp_path: Path, layout: str) -> None:
+    rng = np.random.default_rng(1)
+    classes = 100 if "100" in layout else 10
+    rows = rng.integers(0, 256, (5 * classes, 3072), dtype=np.uint8)
+    fine = np.arange(5 * classes) % classes
+    names = [f"class{i}" for i in range(classes)]
+    if layout == "python":
+        root = tmp_path / "cifar-10-batches-py"
+        files = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+        batch: dict[str, object] = {"data": rows, "labels": fine.tolist()}
+        meta = ("batches.meta", pickle.dumps({"label_names": names}))
+    elif layout == "python-100":
+        root = tmp_path / "cifar-100-python"
+        files = ["train", "test"]
+        batch = {"data": rows, "fine_labels": fine.tolist(), "coarse_labels": (fine // 5).tolist()}
+        meta = ("meta", pickle.dumps({"fine_label_names": names}))
+    elif layout == "binary":
+        root = tmp_path / "cifar-10-batches-bin"
+        files = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+        meta = ("batches.meta.txt", "\n".join(names).encode())
+    else:
+        root = tmp_path / "cifar-100-binary"
+        files = ["train.bin", "test.bin"]
+        meta = ("fine_label_names.txt", "\n".join(names).encode())
+    root.mkdir()
+    (root / meta[0]).write_bytes(meta[1])
+    for name in files:
+        if "python" in layout:
+            (root / name).write_bytes(pickle.dumps(batch))
+        else:
+            labels = [fine // 5, fine] if classes == 100 else [fine]
+            (root / name).write_bytes(np.column_stack([*labels, rows]).astype(np.uint8).tobytes())
+    splits = open_splits(tmp_path)
+    test = splits["test"]
+    assert test.classes == tuple(names)
+    assert test.labels is not None
+    np.testing.assert_array_equal(test.labels, fine)
+    np.testing.assert_array_equal(np.asarray(test.read(7)), rows[7].reshape(3, 32, 32).transpose(1, 2, 0))
+    assert len(splits["train"]) == 5 * classes * (len(files) - 1)
+
+
+def test_a_pickle_with_anything_but_arrays_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (__import__("os").system, ("echo run",))
+
+    root = tmp_path / "cifar-10-batches-py"
+    root.mkdir()
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        (root / name).write_bytes(pickle.dumps({"data": Evil(), "labels": []}))
+    with pytest.raises(UserError, match=r"not a CIFAR batch \(posix.system has no place"):
+        open_splits(tmp_path)
+
+
+def test_splitting_off_keeps_the_classes_in_proportion_and_repeats_by_seed(folder: Path) -> None:
+    train = open_splits(folder)["train"]
+    rest, taken = split_off(train, 0.34, seed=5)
+    assert len(rest) == 4
+    assert taken.labels is not None
+    assert sorted(taken.labels.tolist()) == [0, 1]
+    assert not set(rest.names) & set(taken.names)
+    assert split_off(train, 0.34, seed=5)[1].names == taken.names
+
+
+def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        open_splits(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="has no images"):
+        open_splits(tmp_path / "empty")
+    (tmp_path / "text.txt").write_text("hello")
+    with pytest.raises(UserError, match=r"neither an image folder, a zip file nor an \.npz file"):
+        open_splits(tmp_path / "text.txt")
+    (tmp_path / "bad.npz").write_bytes(b"PK\x03\x04 not really")
+    with pytest.raises(UserError, match=r"cannot be read as \.npz"):
+        open_splits(tmp_path / "bad.npz")
+    np.savez(tmp_path / "float.npz", x=np.zeros((2, 4, 4, 3)))
+    with pytest.raises(UserError, match=r"must be uint8 .* not float64"):
+        open_splits(tmp_path / "float.npz")
+    np.savez(tmp_path / "uneven.npz", x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(3, int))
+    with pytest.raises(UserError, match="2 images but 3 labels"):
+        open_splits(tmp_path / "uneven.npz")
+    np.savez(tmp_path / "gap.npz", x=np.zeros((2, 4, 4, 3), np.uint8), y=np.array([0, 2]))
+    with pytest.raises(UserError, match="class '1' has no images"):
+        open_splits(tmp_path / "gap.npz")
+    picture(tmp_path / "mixed" / "a" / "1.png")
+    picture(tmp_path / "mixed" / "2.png")
+    with pytest.raises(UserError, match=r"2\.png lies beside class folders"):
+        open_splits(tmp_path / "mixed")
+
+
+def test_validation_is_what_training_set_aside(folder: Path) -> None:
+    division = Division(0.34, 0.5, seed=3, own_validation=False)
+    rest, aside = split_off(open_splits(folder)["train"], 0.34, 3)
+    assert pick(str(folder), "validation", division).names == aside.names
+    third = pick(str(folder), "calibration", division)
+    assert third.names == split_off(rest, 0.5, 4)[1].names
+    parts = divide(open_splits(folder), division)
+    everyone = [name for part in parts.values() for name in part.names]
+    assert sorted(everyone) == sorted(open_splits(folder)["train"].names)
+    own = replace(division, own_validation=True)
+    assert pick(str(folder), "validation", own).names == open_splits(folder)["val"].names
+    with pytest.raises(UsageError, match="does not say which images"):
+        pick(str(folder), "validation")
+    np.savez(folder / "t.npz", x_test=np.zeros((4, 8, 8, 3), np.uint8), y_test=np.arange(4) % 2)
+    with pytest.raises(UserError, match="no training images, only test"):
+        pick(str(folder / "t.npz"), "validation", division)
+    with pytest.raises(UsageError, match="no split 'test', only train, val"):
+        pick(str(folder), "test")
+
+
+def test_transparent_pictures_are_seen_on_white_as_predict_sees_them(tmp_path: Path) -> None:
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    assert open_splits(tmp_path)["train"].read(0).getpixel((4, 4)) == (255, 255, 255)
+
+
+def test_a_class_that_is_empty_in_one_split(folder: Path) -> None:
+    for path in (folder / "val" / "dog").iterdir():
+        path.unlink()
+    splits = open_splits(folder)  # it is only not measured
+    assert splits["val"].classes == ("cat", "dog")
+    assert splits["val"].labels is not None
+    assert splits["val"].labels.tolist() == [0, 0, 0]
+    picture(folder / "val" / "dog" / "new.png")
+    for path in (folder / "train" / "dog").iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"\(train\): class 'dog' has no images"):
+        open_splits(folder)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.floats(0.05, 0.6), st.integers(0, 9))
+def test_no_class_gives_its_last_image_and_one_of_three_gives_some(sizes: list[int], part: float, seed: int) -> None:
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    images = Images([str(i) for i in range(len(labels))], labels, tuple(map(str, range(len(sizes)))), Image.open)
+    if max(min(n - 1, max(round(part * n), int(n >= 3))) for n in sizes) == 0:
+        with pytest.raises(UserError, match="too few to split off"):
+            split_off(images, part, seed)
+        return
+    rest, taken = split_off(images, part, seed)
+    assert sorted([*rest.names, *taken.names]) == sorted(images.names)
+    left, gone = (np.bincount(images.labels[[int(n) for n in p.names]], minlength=len(sizes)) for p in (rest, taken))
+    assert (left >= 1).all()
+    assert all(gone[c] >= 1 for c, size in enumerate(sizes) if size >= 3)
+    assert all(abs(gone[c] - part * size) <= 1 for c, size in enumerate(sizes) if size >= 3)
+
+
+def test_hugging_face_datasets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    for i in range(4):
+        picture(tmp_path / "data" / "train" / ("cat" if i % 2 else "dog") / f"{i}.png", i)
+    splits = open_splits(f"hf:{tmp_path / 'data'}")
+    train = splits["train"]
+    assert datasets
+    assert train.classes == ("cat", "dog")
+    assert len(train) == 4
+    assert train.read(0).size == (8, 6)
+    with pytest.raises(UserError, match="datasets did not give 'nobody/nothing'"):
+        open_splits("hf:nobody/nothing")

@@ -1,0 +1,240 @@
+"""The exported file in other applications: the same class, steps and logits as in Python."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from browser import chromium
+from PIL import Image
+
+from odevit_serve import load
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+EMBED = Path(__file__).resolve().parents[2] / "demo" / "embed"
+FORMATS = ("onnx", "onnx-adaptive")
+SHAPES = ((40, 30), (17, 33), (301, 200), (16, 16), (50, 90), (9, 12))
+
+
+@pytest.fixture(scope="module")
+def node_modules() -> Path:
+    """The packages of demo/embed/package.json, in a folder that outlives the test run."""
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = Path(os.environ.get("ODEVIT_NODE_MODULES") or cache / "odevit-serve" / "node")
+    wanted = (EMBED / "package.json").read_text()
+    stamp = home / "package.json"
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        home.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="node-", dir=home.parent))
+        (scratch / "package.json").write_text(wanted)
+        # Scripts would fetch what the packages bring already, from other places than the registry.
+        done = subprocess.run(
+            ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund"],
+            cwd=scratch,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        shutil.rmtree(home, ignore_errors=True)
+        scratch.rename(home)
+    return home / "node_modules"
+
+
+@pytest.fixture(scope="module")
+def application(node_modules: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The examples as a user has them after `npm install`."""
+    folder = tmp_path_factory.mktemp("embed") / "embed"
+    shutil.copytree(EMBED, folder, ignore=shutil.ignore_patterns("node_modules"))
+    (folder / "node_modules").symlink_to(node_modules)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    from odevit_serve.export.job import Settings, export
+
+    folder = tmp_path_factory.mktemp("exported")
+
+    @functools.cache
+    def make(kind: str) -> Path:
+        path = folder / f"{kind}.onnx"
+        settings = Settings(format=kind, output=str(path), with_attention=kind == "onnx")
+        export(str(tiny_bundle), settings, lambda _: None)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder, random = tmp_path_factory.mktemp("pictures"), np.random.default_rng(5)
+    paths = []
+    for width, height in SHAPES:
+        coarse = Image.fromarray(random.integers(0, 256, (height // 6 + 2, width // 6 + 2, 3), dtype=np.uint8))
+        paths.append(folder / f"{width}x{height}.png")
+        coarse.resize((width, height), Image.Resampling.BICUBIC).save(paths[-1])
+    return paths
+
+
+def check(file: Path, bundle: Path, picture: Path, answer: dict[str, object]) -> None:
+    """Against the file in this package, and against the bundle it was made of."""
+    model = load(file)
+    logits = model.session.run(["logits"], {"pixel_values": model.prepare(picture)[None]})[0][0]
+    np.testing.assert_allclose(answer["logits"], logits, rtol=0, atol=1e-3)
+    mine = model.predict(picture)
+    full = load(bundle).predict(picture, adaptive="adaptive" in file.name)
+    assert (answer["label"], answer["steps"]) == (mine.label, mine.steps) == (full.label, full.steps)
+
+
+def lines(words: list[str | Path], pictures: list[Path]) -> list[dict[str, object]]:
+    done = subprocess.run([*map(str, words), *map(str, pictures)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_python(kind: str, exported: Callable[[str], Path], tiny_bundle: Path, pictures: list[Path]) -> None:
+    answers = lines([sys.executable, EMBED / "python" / "predict.py", exported(kind)], pictures)
+    for picture, answer in zip(pictures, answers, strict=True):
+        check(exported(kind), tiny_bundle, picture, answer)
+    if kind == "onnx-adaptive":
+        assert len({answer["steps"] for answer in answers}) > 1  # else equal depths would prove nothing
+
+
+def test_python_is_short_and_needs_three_packages() -> None:
+    source = (EMBED / "python" / "predict.py").read_text()
+    assert len(source.splitlines()) < 40
+    imports = {line.split()[1] for line in source.splitlines() if line.startswith(("import ", "from "))}
+    assert imports == {"json", "sys", "numpy", "onnxruntime", "PIL"}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_node(
+    kind: str, application: Path, exported: Callable[[str], Path], tiny_bundle: Path, pictures: list[Path]
+) -> None:
+    answers = lines(["node", application / "node" / "predict.mjs", exported(kind)], pictures)
+    for picture, answer in zip(pictures, answers, strict=True):
+        check(exported(kind), tiny_bundle, picture, answer)
+
+
+def test_pictures_become_the_same_pixels_in_javascript(application: Path, tmp_path: Path) -> None:
+    from odevit_serve.bundle import Preprocessing
+    from odevit_serve.data import images
+
+    random = np.random.default_rng(1)
+    cases = []
+    for kernel in ("bicubic", "bilinear", "lanczos"):
+        for crop, mode in ((1.0, "center"), (0.9, "center"), (0.875, "squash")):
+            transform = Preprocessing((3, 24, 24), (0.4, 0.5, 0.6), (0.2, 0.3, 0.25), kernel, crop, mode)
+            for width, height in ((31, 77), (77, 30), (24, 24), (10, 11)):
+                array = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+                expected = images.prepare(Image.fromarray(array), transform)
+                cases.append(
+                    {
+                        "picture": {"width": width, "height": height, "data": array.ravel().tolist()},
+                        "transform": json.loads(json.dumps(vars(transform))),
+                        "expected": expected.ravel().tolist(),
+                    }
+                )
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    script = f"""
+        import {{ readFileSync }} from 'node:fs';
+        import {{ prepare }} from '{application.as_uri()}/odevit.mjs';
+        const cases = JSON.parse(readFileSync(process.argv[2]));
+        const worst = cases.map(({{ picture, transform, expected }}) =>
+          prepare(picture, transform).reduce((most, value, i) => Math.max(most, Math.abs(value - expected[i])), 0));
+        console.log(JSON.stringify(worst));
+    """
+    (tmp_path / "compare.mjs").write_text(script)
+    done = subprocess.run(
+        ["node", str(tmp_path / "compare.mjs"), str(tmp_path / "cases.json")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert max(json.loads(done.stdout)) < 1e-5
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(application: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(application)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def page(address: str) -> Iterator[Page]:
+    with chromium() as browser:
+        page = browser.new_page()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{address}/browser/")
+        yield page
+        assert {url for url in asked if not url.startswith((address, "blob:", "data:"))} == set()
+
+
+def upload(page: Page, kind: str, path: Path) -> None:
+    page.set_input_files(f"#{kind}", path)
+    page.wait_for_function(
+        "([id, name]) => document.getElementById(id + '-name').textContent === name"
+        " && !document.getElementById('message').textContent.endsWith('...')",
+        arg=[kind, path.name],
+    )
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_browser(
+    kind: str, page: Page, exported: Callable[[str], Path], tiny_bundle: Path, pictures: list[Path]
+) -> None:
+    upload(page, "model", exported(kind))
+    for picture in pictures:
+        upload(page, "picture", picture)
+        answer = page.evaluate("window.answer()")
+        check(exported(kind), tiny_bundle, picture, answer)
+        assert page.inner_text("#label") == answer["label"]
+        assert page.inner_text("#depth").startswith(f"{answer['steps']} of {answer['full']} steps")
+    assert page.is_visible("#heat-control") == (kind == "onnx")
+
+
+def test_browser_takes_what_is_dropped_and_survives_a_wrong_file(
+    page: Page, exported: Callable[[str], Path], pictures: list[Path]
+) -> None:
+    upload(page, "model", exported("onnx"))
+    drop = """async ([bytes, name]) => {
+        const data = new DataTransfer();
+        data.items.add(new File([new Uint8Array(bytes)], name));
+        document.getElementById('picture-drop').dispatchEvent(new DragEvent('drop', { dataTransfer: data }));
+    }"""
+    page.evaluate(drop, [list(b"no picture"), "wrong.png"])
+    page.wait_for_selector("#message.wrong")
+    assert "wrong.png is not a picture" in page.inner_text("#message")
+    page.evaluate(drop, [list(pictures[0].read_bytes()), "dropped.png"])
+    page.wait_for_function("() => document.getElementById('picture-name').textContent === 'dropped.png'")
+    page.wait_for_function("() => document.getElementById('message').textContent === ''")
+    before = page.evaluate("document.getElementById('map').toDataURL()")
+    page.fill("#opacity", "0")
+    assert page.evaluate("document.getElementById('map').toDataURL()") != before  # the map was there, and goes
+    page.set_input_files("#model", pictures[0])
+    page.wait_for_selector("#message.wrong")
+    assert "is not an exported ODE-ViT" in page.inner_text("#message")

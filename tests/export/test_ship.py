@@ -1,0 +1,48 @@
+"""From a run to a model in the box: small, calibrated on what training set aside, measured on the test images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from conftest import tiny_model
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+
+from odevit_serve.bundle import Division, Teacher, read_config
+from odevit_serve.export.ship import ship
+from odevit_serve.train.recipe import Teaching
+from odevit_serve.train.val import Asked, validate
+
+
+def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (1040, 16, 16, 3), dtype=np.uint8), np.arange(1040) % 5
+    data = tmp_path / "data.npz"
+    np.savez(data, x_train=x[:1000], y_train=y[:1000], x_test=x[1000:], y_test=y[1000:])
+    model = tiny_model(calibrated=False, stem="convolutions")
+    division = Division(0.5, own_validation=False)
+    model.config = model.config.replace(teacher=Teacher("file", 3, 24, 3, 2.0), division=division)
+    model.save_pretrained(tmp_path / "run")
+    teacher = str(tmp_path / "teacher.safetensors")
+    vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=1, mlp_ratio=2, num_classes=5)
+    save_file(vit.state_dict(), teacher)
+    ship(tmp_path / "run", tmp_path / "box", str(data), "A note.", {"name": "vit", "license": "mit"}, teacher)
+    config = read_config(tmp_path / "box")
+    assert config.name == "box"
+    assert config.exit.calibration is not None
+    assert config.exit.calibration.images <= 500  # none of those it learned from
+    assert all(weight.dtype == np.float16 for weight in load_file(tmp_path / "box" / "model.safetensors").values())
+    text = (tmp_path / "box" / "README.md").read_text(encoding="utf-8")
+    assert "A note." in text
+    assert "in full depths of this model | 1 | " in text
+    assert "Teacher: vit, licence mit." in text
+    (row,) = validate(str(tmp_path / "box"), str(data), Asked([8]), Teaching(weights=teacher))
+    assert config.metrics["accuracy_by_steps"]["8"] == round(row["accuracy"], 4)
+    assert config.metrics["test_accuracy_teacher"] == round(row["teacher_accuracy"], 4)
+    longer = config.integration.horizon * 1.5
+    (row,) = validate(str(tmp_path / "box"), str(data), Asked([12], [longer]))
+    assert config.metrics[f"test_accuracy_horizon_{longer:g}"] == round(row["accuracy"], 4)
+    assert config.metrics["test_images"] == 40
+    assert 1 <= config.metrics["test_mean_steps_adaptive"] <= 8

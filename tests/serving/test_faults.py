@@ -1,0 +1,441 @@
+"""Faults, one by one, against a real server: afterwards nothing is lost, no slot has leaked, memory is back."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import io
+import json
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from servers import Process, SlowSlots, nothing_left, png, running, until
+
+import odevit_serve
+from odevit_serve.benchmark.load import Load, ask, generate
+from odevit_serve.runtime.model import BundleModel
+from odevit_serve.serving.engine import Engine
+from odevit_serve.serving.http.middleware import Options
+
+PICTURES = [png(i) for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> BundleModel:
+    loaded = odevit_serve.load(tiny_bundle, threads=1)
+    assert isinstance(loaded, BundleModel)
+    return loaded
+
+
+class Target:
+    """A server in this process, and what it must look like after a fault."""
+
+    def __init__(self, engine: Engine, address: str):
+        self.engine, self.address = engine, address
+        self.host, port = address.removeprefix("http://").split(":")
+        self.port = int(port)
+        self.load(16, 0.5)  # whatever is allocated once
+        nothing_left(engine)
+        self.answered = engine.stats.answered
+        self.before = memory()
+
+    def load(self, clients: int = 8, seconds: float = 1.0, **options: Any) -> Load:
+        return asyncio.run(generate(self.address, PICTURES, clients, seconds, **options))
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((self.host, self.port), 10)
+
+    def well(self) -> None:
+        """It answers, and nothing of the fault is left."""
+        nothing_left(self.engine)
+        assert httpx.post(f"{self.address}/v1/predict", content=PICTURES[0], timeout=10).status_code == 200
+        nothing_left(self.engine)
+        assert self.engine.ready
+        assert memory() < 1.1 * self.before
+
+
+@pytest.fixture
+def target(model: BundleModel) -> Iterator[Target]:
+    engine = Engine(model, slots=8, queue=32)
+    with running(engine, Options(max_body=2**20, body_timeout=2.0)) as address:
+        yield Target(engine, address)
+
+
+@pytest.fixture
+def slow(model: BundleModel) -> Iterator[Target]:
+    engine = Engine(model, core=SlowSlots(model.graphs, 4, pause=0.005), queue=16)
+    with running(engine) as address:
+        yield Target(engine, address)
+
+
+def memory() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def head(length: int, path: str = "/v1/predict") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def test_load_is_answered_in_full(target: Target) -> None:
+    load = target.load(16, 1.5)
+    assert load.errors == 0
+    assert len(load.latencies) > 50
+    assert len(set(load.steps)) >= 3  # of different depths, in one batch
+    assert target.engine.stats.answered - target.answered == len(load.latencies)
+    target.well()
+
+
+def test_ten_times_its_capacity_at_once(slow: Target) -> None:
+    capacity = 4 + 16
+    load = slow.load(10 * capacity, 3.0, most=20 * capacity)
+    assert load.lost == 0
+    assert set(load.statuses) == {200, 429}
+    assert sum(load.statuses.values()) == 20 * capacity  # each got an answer: a prediction or a refusal
+    assert slow.engine.stats.answered - slow.answered == load.statuses[200]
+    slow.well()
+
+
+def test_slow_clients_hold_no_slot_and_no_place(target: Target) -> None:
+    stop = threading.Event()
+    body = PICTURES[0]
+    answers: list[bytes] = []
+
+    def drip() -> None:
+        with target.connect() as raw:
+            raw.sendall(head(len(body)))
+            for at in range(0, len(body), 40):
+                if stop.is_set():
+                    return
+                raw.sendall(body[at : at + 40])
+                time.sleep(0.05)
+            answers.append(raw.recv(100))
+
+    def never() -> None:
+        with target.connect() as raw:
+            raw.sendall(head(1000) + b"x")
+            answers.append(raw.recv(100))
+
+    threads = [threading.Thread(target=kind) for kind in (drip, never) for _ in range(15)]
+    for thread in threads:
+        thread.start()
+    load = target.load(4, 1.0)
+    assert load.errors == 0
+    for thread in threads:
+        thread.join(10)
+    stop.set()
+    codes = sorted(answer.split()[1] for answer in answers)
+    assert codes == [b"200"] * 15 + [b"408"] * 15
+    target.well()
+
+
+def test_disconnects_in_mid_body_and_mid_answer(target: Target) -> None:
+    chance = random.Random(0)
+    for number in range(150):
+        body = PICTURES[number % 16]
+        with target.connect() as raw:
+            raw.sendall(head(len(body)) + body[: chance.randrange(0, len(body) + 1)])
+            if number % 2:  # reset instead of an orderly end
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    target.well()
+
+
+def test_disconnects_while_waiting_free_their_places(slow: Target) -> None:
+    for _ in range(5):
+        sockets = [slow.connect() for _ in range(20)]
+        for raw in sockets:
+            raw.sendall(head(len(PICTURES[0]), "/v1/predict?adaptive=false") + PICTURES[0])
+        until(lambda: slow.engine.waiting >= 10)
+        for raw in sockets:
+            raw.close()
+        nothing_left(slow.engine)
+    assert slow.engine.stats.cancelled >= 50
+    slow.well()
+
+
+def test_a_step_that_raises_under_load(slow: Target) -> None:
+    core = slow.engine.core
+    assert isinstance(core, SlowSlots)
+
+    def sabotage() -> None:
+        for _ in range(8):
+            time.sleep(0.1)
+            core.broken = True
+            time.sleep(0.02)
+            core.broken = False
+
+    thread = threading.Thread(target=sabotage)
+    thread.start()
+    load = slow.load(8, 1.5)
+    thread.join()
+    assert load.lost == 0
+    assert set(load.statuses) == {200, 500}
+    assert load.statuses[500] == slow.engine.stats.failed["step failed"]
+    slow.well()
+
+
+def malformed(chance: random.Random) -> bytes:
+    """A request that is wrong somewhere, from the first line to the last byte."""
+    kinds = ["image/png", "application/json", "multipart/form-data; boundary=b", "text/plain", "", "\x01", "a/" * 50]
+    paths = [
+        "/v1/predict",
+        "/v1/attention",
+        "/v2/models/random/infer",
+        "/v1/predict?max_steps=%00",
+        "/v1/predict?a&&=%ff",
+    ]
+    picture = bytearray(PICTURES[chance.randrange(16)])
+    for _ in range(chance.randrange(1, 30)):
+        picture[chance.randrange(len(picture))] = chance.randrange(256)
+    tensor = {"name": "image", "shape": [chance.choice([1, -1, 2**62, 0])], "datatype": "BYTES"}
+    bodies = [
+        bytes(picture),
+        bytes(picture[: chance.randrange(len(picture))]),
+        chance.randbytes(chance.randrange(200)),
+        b'{"image": "' + chance.randbytes(20).hex().encode() + b'"}',
+        b"[" * chance.randrange(1, 5000),
+        b'{"images": ' + b"[" * 300 + b"]" * 300 + b"}",
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n' + bytes(picture) + b"\r\n--b--\r\n",
+        b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--",
+        json.dumps({"inputs": [{**tensor, "data": [[]]}]}).encode(),
+        json.dumps(
+            {"inputs": [{**tensor, "parameters": {"binary_data_size": chance.choice([5, -1, None, "a"])}}]}
+        ).encode(),
+    ]
+    body = chance.choice(bodies)
+    extra = chance.choice(["", "", f"Inference-Header-Content-Length: {chance.choice([0, 5, 10**9, -3, 'x'])}\r\n"])
+    extra += chance.choice(
+        ["", "", "X-Request-ID: \xff\xfe\r\n", "Authorization: Bearer \xe9\r\n", "Content-Encoding: gzip\r\n"]
+    )
+    start = f"POST {chance.choice(paths)} HTTP/1.1\r\nHost: x\r\nContent-Type: {chance.choice(kinds)}\r\n{extra}"
+    return start.encode("latin-1") + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def _storm(target: Target, count: int) -> list[int]:
+    statuses: list[int] = []
+
+    async def worker(seed: int) -> None:
+        chance, streams = random.Random(seed), None
+        for _ in range(count // 8):
+            streams = streams or await asyncio.open_connection(target.host, target.port)
+            status, keep, body = await asyncio.wait_for(ask(*streams, malformed(chance)), 20)
+            statuses.append(status)
+            if status >= 400 and body:
+                assert b"Traceback" not in body
+            if not keep:
+                streams[1].close()
+                streams = None
+
+    await asyncio.gather(*(worker(seed) for seed in range(8)))
+    return statuses
+
+
+def test_malformed_bodies_by_the_thousand(target: Target) -> None:
+    asyncio.run(_storm(target, 400))  # whatever is allocated once
+    before = memory()
+    statuses = asyncio.run(_storm(target, 3200))
+    assert len(statuses) == 3200
+    assert set(statuses) <= {200, 400, 413, 415, 422, 429}
+    target.well()
+    assert memory() < 1.1 * before
+
+
+def test_soak_memory_stays_within_a_tenth(target: Target) -> None:
+    """Load, refusals and disconnects for a while; what was taken is given back."""
+    target.load(16, 3.0)
+    before = memory()
+    for round_ in range(3):
+        target.load(64, 1.0)
+        for _ in range(50):
+            with target.connect() as raw:
+                raw.sendall(head(5000) + b"x" * 100)
+        big = target.load(4, 0.3, path=f"/v1/attention?step={round_}")
+        assert big.lost == 0
+    target.well()
+    assert memory() < 1.1 * before
+
+
+# -- the process -----------------------------------------------------------------------------------------------
+
+
+SLOW_STEP = """
+import time
+from odevit_serve.runtime.slots import Slots
+own = Slots._run_step
+def slow(self, rows):
+    time.sleep({pause})
+    own(self, rows)
+Slots._run_step = slow
+from odevit_serve.cli import main
+main()
+"""
+
+
+def outcome_of_sigterm(bundle: Path, pause: float, clients: int, *options: str) -> tuple[Load, float, int, Process]:
+    """Load a real server, end it with SIGTERM in the middle; the load, the time it took, and its exit code."""
+    with Process(bundle, "--slots", "4", *options, code=SLOW_STEP.format(pause=pause)) as server:
+        with httpx.Client() as client:
+            server.wait_ready(client)
+        ended: list[float] = []
+
+        def end() -> None:
+            time.sleep(1.0)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            server.process.wait(30)
+            ended.append(time.monotonic() - began)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        load = asyncio.run(_until_it_ends(server.address, clients))
+        thread.join()
+        assert server.process.returncode is not None
+        until(lambda: any(line["event"].startswith("Finished") for line in server.logged()), 5)
+        return load, ended[0], server.process.returncode, server
+
+
+async def _until_it_ends(address: str, clients: int) -> Load:
+    """Each client asks until it is told to stop; `lost` counts requests that were sent and never answered."""
+    host, port = address.removeprefix("http://").split(":")
+    load = Load(clients)
+
+    async def client(number: int) -> None:
+        path = "/v1/predict?adaptive=false"
+        while True:
+            try:
+                streams = await asyncio.open_connection(host, int(port))
+            except OSError:
+                return  # nobody listens any more: not accepted, not lost
+            body = PICTURES[number % 16]
+            try:
+                status, _, _ = await ask(*streams, head(len(body), path) + body)
+            except (OSError, EOFError):
+                load.lost += 1
+                return
+            finally:
+                streams[1].close()
+            load.statuses[status] += 1
+            if status == 503:
+                return
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return load
+
+
+def test_sigterm_under_load_finishes_what_was_accepted(tiny_bundle: Path) -> None:
+    load, seconds, code, server = outcome_of_sigterm(tiny_bundle, 0.01, 12, "--grace", "10")
+    assert code == 0
+    assert seconds < 10
+    assert load.statuses[200] > 20
+    assert set(load.statuses) <= {200, 503}
+    log = server.logged()
+    accepted = next(line["accepted"] for line in log if line["event"] == "shutting down")
+    assert accepted > 0  # there was work to finish
+    assert next(line["unanswered"] for line in log if line["event"] == "shut down") == 0
+    answered = sum(1 for line in log if line["event"] == "request" and line["status"] == 200 and "images" in line)
+    assert answered == load.statuses[200]
+    # A connection that the kernel had taken but the server had not seen is reset: it was never accepted.
+    assert load.lost <= 2
+
+
+def test_grace_is_kept_even_when_the_work_is_not_done(tiny_bundle: Path) -> None:
+    load, seconds, code, _ = outcome_of_sigterm(tiny_bundle, 0.5, 12, "--grace", "2")
+    assert code == 0
+    assert seconds < 3.5
+    assert load.statuses[503] > 0  # failed with a reason, not dropped
+    assert load.lost <= 2
+
+
+def test_sigterm_does_not_wait_for_slow_uploads(tiny_bundle: Path) -> None:
+    with Process(tiny_bundle, "--grace", "20") as server, httpx.Client() as client:
+        server.wait_ready(client)
+        host, port = server.address.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(head(1000) + b"x")
+            time.sleep(0.3)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert b"503" in raw.recv(100)
+            server.process.wait(20)
+            assert time.monotonic() - began < 5
+        assert server.process.returncode == 0
+
+
+def test_a_gigabyte_is_enough_with_all_decoders_busy(tiny_bundle: Path) -> None:
+    """Transparent pictures of the largest size that is taken, two at a time: they took 24 bytes a pixel."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGBA", (4000, 4000), (9, 9, 9, 99)).save(buffer, "PNG")
+    with Process(tiny_bundle) as server, httpx.Client(timeout=60) as client:
+        server.wait_ready(client)
+
+        def post() -> None:
+            for path in ("predict", "attention"):
+                assert httpx.post(f"{server.address}/v1/{path}", content=buffer.getvalue(), timeout=60).is_success
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(post) for _ in range(4)]:
+                future.result()
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        assert int(status.split("VmHWM:")[1].split()[0]) < 2**20  # kB
+
+
+def test_a_key_from_the_environment_and_logs_as_json(tiny_bundle: Path) -> None:
+    with Process(tiny_bundle, environment={"ODEVIT_API_KEY": "sesam"}) as server, httpx.Client() as client:
+        server.wait_ready(client)
+        assert client.get(f"{server.address}/v1/model").status_code == 401
+        good = client.get(f"{server.address}/v1/model", headers={"X-API-Key": "sesam", "X-Request-ID": "me-1"})
+        assert good.status_code == 200
+        until(lambda: any(line.get("request_id") == "me-1" for line in server.logged()), 5)
+        assert not any("sesam" in line for line in server.lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_schemathesis_finds_nothing(model: BundleModel, mode: str) -> None:
+    """Requests as the document allows them, and such as it does not."""
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    engine = Engine(model, slots=8, queue=64)
+    with running(engine, Options(max_body=2**20)) as address:
+        schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
+        known = schemathesis.checks
+        checks = [
+            known.status_code_conformance,
+            known.content_type_conformance,
+            known.response_schema_conformance,
+        ]
+        operations = 0
+        for result in schema.get_all_operations():
+            operation = result.ok()
+            operations += 1
+
+            if mode == "NEGATIVE" and operation.method != "post":
+                continue  # no part of it can be wrong
+
+            @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
+            @settings(
+                max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), database=None,
+                phases=[Phase.generate], derandomize=True,
+            )  # fmt: skip
+            def ask_it(case: Any) -> None:
+                response = case.call()
+                assert response.status_code != 500  # 504 is a fair answer to a deadline of a nanosecond
+                case.validate_response(response, checks=checks)
+
+            ask_it()
+        assert operations >= 10
+        Target(engine, address).well()

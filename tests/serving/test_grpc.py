@@ -1,0 +1,185 @@
+"""gRPC, by Triton's client: the same answers as over HTTP, deadlines and cancellation that reach the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from servers import SlowSlots, nothing_left, png, running, until
+
+import odevit_serve
+from odevit_serve.runtime.model import BundleModel
+from odevit_serve.serving.engine import Engine
+from odevit_serve.serving.http.middleware import Options
+from odevit_serve.serving.repository import Repository
+
+triton = pytest.importorskip("tritonclient.grpc", reason="needs the extra `triton`")
+InferenceServerException = pytest.importorskip("tritonclient.utils").InferenceServerException
+PICTURES = [png(i) for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_bundle: Path) -> BundleModel:
+    loaded = odevit_serve.load(tiny_bundle, threads=1)
+    assert isinstance(loaded, BundleModel)
+    return loaded
+
+
+@contextlib.contextmanager
+def serving(engine: Any, **options: Any) -> Iterator[Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with running(engine, Options(grpc=address, **options)):
+        yield triton.InferenceServerClient(address)
+
+
+@pytest.fixture(scope="module")
+def plain(model: BundleModel) -> Iterator[tuple[Engine, Any]]:
+    engine = Engine(model, slots=4)
+    with serving(engine) as client:
+        yield engine, client
+        nothing_left(engine)
+
+
+def encoded(pictures: list[bytes]) -> Any:
+    given = triton.InferInput("image", [len(pictures)], "BYTES")
+    given.set_data_from_numpy(np.array(pictures, object))
+    return given
+
+
+def test_the_messages_are_those_of_the_protocol() -> None:
+    """Field by field against the client's generated code: names, numbers, types, maps and choices."""
+    from tritonclient.grpc import service_pb2
+
+    from odevit_serve.serving.grpc_messages import TYPES
+
+    def fields(message: Any) -> dict[str, Any]:
+        return {
+            f.name: (
+                f.number,
+                f.type,
+                f.is_repeated,
+                f.message_type.full_name if f.message_type else None,
+                bool(f.message_type and f.message_type.GetOptions().map_entry),
+                f.containing_oneof.name if f.containing_oneof else None,
+            )
+            for f in message.fields
+        }
+
+    for name, kind in TYPES.items():
+        other: Any = service_pb2
+        for part in name.split("."):
+            other = getattr(other, part)
+        assert fields(kind.DESCRIPTOR) == fields(other.DESCRIPTOR), name
+
+
+def test_health_and_metadata(plain: tuple[Engine, Any]) -> None:
+    _, client = plain
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("random")
+    assert client.get_server_metadata().name == "odevit-serve"
+    found = client.get_model_metadata("random")
+    assert [(t.name, t.datatype, list(t.shape)) for t in found.inputs] == [
+        ("pixel_values", "FP32", [-1, 3, 16, 16]),
+        ("image", "BYTES", [-1]),
+    ]
+    for call in (lambda: client.get_model_metadata("other"), lambda: client.is_model_ready("random", "2")):
+        with pytest.raises(InferenceServerException) as told:
+            call()
+        assert told.value.status() == "StatusCode.NOT_FOUND"
+
+
+def test_inference(plain: tuple[Engine, Any], model: BundleModel) -> None:
+    _, client = plain
+    expected = model.predict(PICTURES)
+    answer = client.infer("random", [encoded(PICTURES)], request_id="mine")
+    assert answer.get_response().id == "mine"
+    assert answer.as_numpy("label").tolist() == [p.label.encode() for p in expected]
+    assert answer.as_numpy("steps").tolist() == [p.steps for p in expected]
+    np.testing.assert_allclose(answer.as_numpy("probabilities"), [p.probabilities for p in expected], atol=1e-4)
+    pixels = triton.InferInput("pixel_values", [6, 3, 16, 16], "FP32")
+    pixels.set_data_from_numpy(np.stack([model.prepare(p) for p in PICTURES]))
+    some = [triton.InferRequestedOutput("label")]
+    prepared = client.infer("random", [pixels], outputs=some, parameters={"max_steps": 2})
+    assert [output.name for output in prepared.get_response().outputs] == ["label"]
+    assert prepared.as_numpy("label").tolist() == [p.label.encode() for p in model.predict(PICTURES, max_steps=2)]
+
+
+@pytest.mark.parametrize(
+    ("pictures", "parameters", "code", "part"),
+    [
+        ([b"no"], {}, "INVALID_ARGUMENT", "not a picture"),
+        ([PICTURES[0]], {"max_steps": 0}, "INVALID_ARGUMENT", "max_steps"),
+        ([PICTURES[0]], {"colour": "red"}, "INVALID_ARGUMENT", "colour"),
+        ([PICTURES[0]] * 65, {}, "RESOURCE_EXHAUSTED", "64 are allowed"),
+    ],
+)
+def test_errors_have_a_code_and_a_sentence(
+    plain: tuple[Engine, Any], pictures: list[bytes], parameters: dict[str, Any], code: str, part: str
+) -> None:
+    with pytest.raises(InferenceServerException, match=part) as told:
+        plain[1].infer("random", [encoded(pictures)], parameters=parameters)
+    assert told.value.status() == f"StatusCode.{code}"
+
+
+def test_the_deadline_of_a_call_is_that_of_its_images(model: BundleModel) -> None:
+    core = SlowSlots(model.graphs, 2, pause=0.0)
+    engine = Engine(model, core=core)
+    with serving(engine) as client:
+        core.gate.clear()
+        done: list[Any] = []
+        picture = [encoded(PICTURES[:1])]
+        client.async_infer("random", picture, lambda result, error: done.append((result, error)), client_timeout=100)
+        until(lambda: engine.active == 1)
+        (request,) = engine._held
+        assert 0 < request.deadline - core.clock() <= 90  # before that of the call, to leave time for the answer
+        core.gate.set()
+        until(lambda: done)
+        result, error = done[0]
+        assert error is None
+        assert result.as_numpy("label").tolist() == [model.predict(PICTURES[0]).label.encode()]
+        with pytest.raises(InferenceServerException) as told:
+            client.infer("random", picture, client_timeout=1e-6)
+        assert told.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        nothing_left(engine)
+
+
+def test_a_cancelled_call_frees_its_slot(model: BundleModel) -> None:
+    core = SlowSlots(model.graphs, 2, pause=0.0)
+    engine = Engine(model, core=core)
+    with serving(engine) as client:
+        core.gate.clear()
+        ended = threading.Event()
+        call = client.async_infer("random", [encoded(PICTURES[:1])], callback=lambda result, error: ended.set())
+        until(lambda: engine.active == 1)
+        call.cancel()
+        assert ended.wait(10)
+        until(lambda: engine.stats.cancelled == 1)
+        core.gate.set()
+        nothing_left(engine)
+
+
+def test_the_key_and_the_repository(tiny_bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_bundle, tmp_path / "second")
+    models = Repository(lambda source: Engine(odevit_serve.load(source, threads=1), slots=4), tmp_path)
+    models.open([f"first={tiny_bundle}"])
+    key = {"authorization": "Bearer sesam"}
+    with serving(models, api_key="sesam") as client:
+        assert client.is_server_ready()
+        with pytest.raises(InferenceServerException) as told:
+            client.infer("first", [encoded(PICTURES)])
+        assert told.value.status() == "StatusCode.UNAUTHENTICATED"
+        client.load_model("second", headers=key)
+        assert {m.name for m in client.get_model_repository_index(headers=key).models} == {"first", "second"}
+        assert client.infer("second", [encoded(PICTURES)], headers=key).as_numpy("steps").shape == (6,)
+        client.unload_model("second", headers=key)
+        assert not client.is_model_ready("second", headers=key)

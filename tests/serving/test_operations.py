@@ -1,0 +1,88 @@
+"""The dashboard and the alert rules name metrics and labels that exist; spans tell where the time of an image went."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from servers import png, running, until
+
+import odevit_serve
+from odevit_serve.serving import tracing
+from odevit_serve.serving.engine import Engine
+from odevit_serve.serving.metrics import Metrics
+from odevit_serve.serving.repository import Repository
+
+FILES = Path(__file__).parents[2] / "docs" / "operations"
+
+
+def dashboard() -> list[str]:
+    board = json.loads((FILES / "grafana.json").read_text())
+    return [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+
+
+def alerts() -> list[str]:
+    return [
+        rule["expr"]
+        for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
+        for rule in group["rules"]
+    ]
+
+
+def test_metrics_and_labels_exist(tiny_bundle: Path) -> None:
+    engine = Engine(odevit_serve.load(tiny_bundle, threads=1), slots=2)
+    engine.stats.failed["error"] += 1
+    engine.stats.refused["queue full"] += 1
+    metrics = Metrics(Repository.of(engine))
+    metrics.count("/v1/predict", 200, 0.1)
+    known: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            known.setdefault(sample.name, set()).update(sample.labels)
+    expressions = [*dashboard(), *alerts()]
+    assert len(expressions) > 20
+    for expression in expressions:
+        names = re.findall(r"odevit_\w+", expression)
+        assert names, expression
+        assert set(names) <= set(known), expression
+        for name, matchers in re.findall(r"(odevit_\w+)\{(.*?)\}", expression):
+            assert set(re.findall(r"(\w+)=", matchers)) <= known[name], expression
+        for labels in re.findall(r"by \(([\w, ]+)\)", expression):
+            assert set(labels.split(", ")) <= set.union(*(known[name] for name in names)), expression
+    used = {name for expression in alerts() for name in re.findall(r"odevit_\w+", expression)}
+    assert {"odevit_queue_waiting", "odevit_images_failed_total", "odevit_http_requests_total"} <= used
+
+
+def test_every_panel_has_a_place_of_its_own() -> None:
+    board = json.loads((FILES / "grafana.json").read_text())
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+    assert len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+def test_spans(tiny_bundle: Path) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    provider = sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(memory))
+    engine = Engine(odevit_serve.load(tiny_bundle, threads=1), slots=2)
+    engine.observe = tracing.observer(provider)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with running(engine) as address:
+        answer = httpx.post(f"{address}/v1/predict", content=png(), headers={"traceparent": parent}, timeout=20).json()
+        until(lambda: len(memory.get_finished_spans()) == 5)
+    spans = {span.name: span for span in memory.get_finished_spans()}
+    assert set(spans) == {"odevit.image", *(f"odevit.{name}" for name in ("read", "queue", "stem", "steps"))}
+    whole = spans.pop("odevit.image")
+    assert f"{whole.context.trace_id:032x}-{whole.parent.span_id:016x}" == parent[3:-3]
+    assert whole.attributes["odevit.steps"] == answer["predictions"][0]["steps"]
+    for span in spans.values():
+        assert span.parent.span_id == whole.context.span_id
+        assert whole.start_time - 1000 <= span.start_time <= span.end_time <= whole.end_time + 1000
+    assert spans["odevit.read"].start_time <= spans["odevit.queue"].start_time <= spans["odevit.stem"].start_time
