@@ -112,8 +112,10 @@ class Distillation(Objective):
 
         def compute() -> tuple[Tensor, Tensor]:
             pixels = batch.pixel_values if self.show is None else self.show(batch.rows).to(batch.pixel_values.device)
-            states = teacher.states(pixels)
-            return torch.stack([states[layer][:, 0] for layer in layers], 1), teacher.answer(states[-1][:, 0])
+            half = self.settings.mixed_precision == "bf16"
+            with torch.autocast(pixels.device.type, torch.bfloat16, enabled=half):
+                states = teacher.states(pixels)
+                return torch.stack([states[layer][:, 0] for layer in layers], 1), teacher.answer(states[-1][:, 0])
 
         if self.cache is None:
             cls, logits = compute()

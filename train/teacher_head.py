@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import bundle
 from ..data.datasets import Images
-from ..errors import UserError
+from ..errors import UsageError, UserError
 from .batches import Pictures, Unreadable, loader
 from .features import Head, encoder, features, fit_head
 from .judge import Judge
@@ -40,9 +41,12 @@ def make_teacher(
     else:
         teacher = load_teacher(spec, wanted.architecture)
         teacher.preprocessing = teacher.preprocessing or wanted.preprocessing
+        if spec.head == "finetune" and spec.image_size:  # it learns from pictures of its own size, not scaled up
+            own_size = (teacher.preprocessing.input_size[0], spec.image_size, spec.image_size)
+            teacher.preprocessing = dataclasses.replace(teacher.preprocessing, input_size=own_size)
     outputs = getattr(teacher.vit.head, "out_features", 0)
     if spec.head != "own" and not trained:
-        new_head(teacher, len(learning.classes))
+        _head_for(teacher, learning.classes, keep=spec.head == "finetune")
         if spec.head == "probe":
             probe_teacher(teacher, recipe, learning, validation, folder, machine, say)
         else:
@@ -57,6 +61,15 @@ def make_teacher(
     if teacher.facts.accuracy is not None:
         say(f"teacher {teacher.facts.name}: {teacher.facts.accuracy:.2%} on the images the model is chosen by")
     return teacher
+
+
+def _head_for(teacher: Teacher, classes: tuple[str, ...], keep: bool) -> None:
+    """A head for these classes: with `keep` that of the teacher cut down to them, where it knows them all."""
+    if keep:
+        with contextlib.suppress(UserError, UsageError):
+            choose_classes(teacher, classes)
+            return
+    new_head(teacher, len(classes))
 
 
 def read_facts(teacher: Teacher, folder: Path) -> None:
@@ -156,6 +169,9 @@ def train_teacher(
     spec_of_pictures = teacher.preprocessing
     assert spec_of_pictures is not None
     teacher.requires_grad_(True)
+    for block in teacher.modules():
+        if hasattr(block, "fused_attn"):
+            block.fused_attn = machine.device.type != "cpu"  # its gradient is slow there
     judge = Judge(validation, spec_of_pictures, spec.batch_size, None, machine)
     pictures = Pictures(learning, spec_of_pictures, recipe.data.augment, recipe.training.seed)
 
