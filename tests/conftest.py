@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: threads that wait for each other cost more than they give
 # Real weights and images, where a developer has them.
 DATA = Path(os.environ.get("ODEVIT_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_they_were() -> Iterator[None]:
+    """A command that a test runs in this process sends log lines to a stream that is closed after it."""
+    loggers = [logging.getLogger(name) for name in ("odevit_serve", "uvicorn")]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,3 +166,10 @@ def test_no_cycles() -> None:
 
     for name in sorted(reach):
         walk(name, ())
+
+
+@pytest.mark.parametrize("name", ["anyio._backends._asyncio", "schemathesis.openapi"])
+def test_installed_packages_are_imported_as_they_are(name: str) -> None:
+    """pytest rewrites the packages of plugins that it finds by itself. Their modules are imported in servers' threads,
+    too, and on Python 3.11 two threads that build a syntax tree at once end in a SystemError."""
+    assert isinstance(importlib.import_module(name).__loader__, SourceFileLoader)

@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
 from servers import Process, SlowSlots, nothing_left, png, running, until
 
 import odevit_serve
@@ -406,9 +408,6 @@ def test_a_key_from_the_environment_and_logs_as_json(tiny_bundle: Path) -> None:
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 def test_schemathesis_finds_nothing(model: BundleModel, mode: str) -> None:
     """Requests as the document allows them, and such as it does not."""
-    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
-    from hypothesis import HealthCheck, Phase, given, settings
-
     engine = Engine(model, slots=8, queue=64)
     with running(engine, Options(max_body=2**20)) as address:
         schema = schemathesis.openapi.from_url(f"{address}/openapi.json")
