@@ -1,7 +1,7 @@
 """From a finished run to a bundled model, in one command for those who build the package:
 
     python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
-        [--teacher-weights FILE]
+        [--teacher-weights FILE [--teacher-size PX --teacher-patch PX]] [--apart GLOB,GLOB] [--full-size DATA]
 
 It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside,
 reads the test images once, times the teacher beside it, and writes what came out into the card.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..guarantee.calibrate import calibrate, open_images
 from ..model_card import write_card
 from ..train.model import ODEViT
 from ..train.recipe import Teaching
-from ..train.val import by_step, validate
+from ..train.val import NO_TEACHER, Asked, validate
 from . import parts
 from .job import install
 
@@ -29,7 +30,14 @@ EPSILON, DELTA = 0.01, 0.05
 
 
 def ship(
-    source: Path, folder: Path, data: str, note: str = "", teacher: dict[str, Any] | None = None, weights: str = ""
+    source: Path,
+    folder: Path,
+    data: str,
+    note: str = "",
+    teacher: dict[str, Any] | None = None,
+    expert: Teaching = NO_TEACHER,
+    apart: Sequence[str] = (),
+    full_size: str = "",
 ) -> None:
     model = ODEViT.from_pretrained(source)
     config = model.config
@@ -45,7 +53,8 @@ def ship(
         if config.teacher:
             time = round(teacher_time(made, config.teacher, Path(scratch)), 2)
             config = config.replace(teacher=dataclasses.replace(config.teacher, time=time))
-        bundle.write_config(made, config.replace(metrics={**config.metrics, **measure(made, data, weights)}))
+        measured = measure(made, data, expert, apart, full_size)
+        bundle.write_config(made, config.replace(metrics={**config.metrics, **measured}))
         write_card(made)
         install(made, folder, Path(scratch))
 
@@ -55,26 +64,55 @@ def _aside(config: bundle.Config) -> str:
     return "calibration" if config.division is not None and config.division.calibration else "validation"
 
 
-def measure(folder: Path, data: str, teacher_weights: str = "") -> dict[str, Any]:
-    """Accuracy on the held-out split: by steps in torch, the teacher's, and with early exit in the runtime.
+def measure(
+    folder: Path, data: str, teacher: Teaching, apart: Sequence[str] = (), full_size: str = ""
+) -> dict[str, Any]:
+    """What the card shows of the held-out split: by steps and by solver in torch, with early exit in the runtime.
 
-    Half as many steps again are also taken beyond the horizon, at the same step size.
+    `apart` are patterns of file names that are measured on their own; `full_size` is other data of the same classes.
     """
     own = bundle.read_config(folder).integration
-    longer = own.steps * 3 // 2
-    onward = by_step(str(folder), data)[longer - 1]
-    rows = validate(str(folder), data, teacher=Teaching(weights=teacher_weights))
+    rows = validate(str(folder), data, Asked(card=True), teacher)
     *fixed, early = rows
-    found: dict[str, Any] = {"accuracy_by_steps": {str(row["steps"]): round(row["accuracy"], 4) for row in fixed}}
-    if teacher_weights:
-        found["test_accuracy_teacher"] = round(early["teacher_accuracy"], 4)
-    return {
-        **found,
-        f"test_accuracy_horizon_{longer * own.step_size:g}": round(onward, 4),
+    longer = [row for row in fixed if row["horizon"] != own.horizon]
+    fixed = [row for row in fixed if row["horizon"] == own.horizon]
+    by_steps = {str(row["steps"]): row for row in fixed if row["solver"] == own.solver}
+    full = by_steps[str(own.steps)]
+    by_solver = {row["solver"]: row for row in fixed if row["steps"] == own.steps}
+    found: dict[str, Any] = {
+        "accuracy_by_steps": _each(by_steps, "accuracy"),
+        "accuracy_by_solver": _each(by_solver, "accuracy"),
+        "as_full_depth_by_steps": _each({n: row for n, row in by_steps.items() if int(n) < own.steps}, "as_full_depth"),
+        "test_accuracy": round(full["accuracy"], 4),
+        "test_accuracy_top5": round(full["accuracy@5"], 4),
+        "test_accuracy_macro": round(full["macro_accuracy"], 4),
+        **{f"test_accuracy_horizon_{row['horizon']:g}": round(row["accuracy"], 4) for row in longer},
         "test_accuracy_adaptive": round(early["accuracy"], 4),
+        "test_as_full_depth_adaptive": round(early["as_full_depth"], 4),
         "test_mean_steps_adaptive": round(early["steps"], 2),
         "test_images": early["images"],
     }
+    if teacher.used:
+        found["test_accuracy_teacher"] = round(early["teacher_accuracy"], 4)
+    at_full_depth = Asked([own.steps])
+    sets = {glob.strip("-_*"): validate(str(folder), data, at_full_depth, teacher, only=glob)[0] for glob in apart}
+    for key, name in (("accuracy", "test_accuracy_by_set"), ("teacher_accuracy", "test_accuracy_teacher_by_set")):
+        if sets and key in full:
+            found[name] = _each(sets, key)
+    if full_size:
+        (large,) = validate(str(folder), full_size, at_full_depth, teacher)
+        found |= {
+            "full_size_accuracy": round(large["accuracy"], 4),
+            "full_size_accuracy_top5": round(large["accuracy@5"], 4),
+            "full_size_images": large["images"],
+        }
+        if teacher.used:
+            found["full_size_accuracy_teacher"] = round(large["teacher_accuracy"], 4)
+    return found
+
+
+def _each(rows: dict[str, dict[str, Any]], key: str) -> dict[str, float]:
+    return {name: round(row[key], 4) for name, row in rows.items()}
 
 
 if __name__ == "__main__":
@@ -87,8 +125,19 @@ if __name__ == "__main__":
     parser.add_argument("--teacher-note", default="")
     parser.add_argument("--teacher-license", default="")
     parser.add_argument("--teacher-weights", default="")
+    parser.add_argument("--teacher-size", type=int, default=0, help="show it whole pictures of so many pixels")
+    parser.add_argument("--teacher-patch", type=int, default=0)
+    parser.add_argument("--apart", default="", help="patterns of file names to measure on their own, with commas")
+    parser.add_argument("--full-size", default="", help="full-size photographs of the same classes")
     parser.add_argument("--into", type=Path, default=bundle.MODELS)
     given = parser.parse_args()
     words = {"name": given.teacher, "note": given.teacher_note, "license": given.teacher_license}
     words = {key: value for key, value in words.items() if value}
-    ship(given.source, given.into / given.name, given.data, given.note, words, given.teacher_weights)
+    seen = Teaching(
+        weights=given.teacher_weights,
+        image_size=given.teacher_size,
+        patch_size=given.teacher_patch,
+        whole=bool(given.teacher_size),
+    )
+    apart = [glob for glob in given.apart.split(",") if glob]
+    ship(given.source, given.into / given.name, given.data, given.note, words, seen, apart, given.full_size)

@@ -7,8 +7,9 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,9 @@ SPOILT: dict[str, Callable[[Batch, Config], Tensor]] = {
 }
 
 
+CARD_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 18, 24)
+
+
 @dataclass(frozen=True)
 class Asked:
     """What `validate` measures: every pair of steps and horizon; empty: around the bundle's own."""
@@ -62,6 +66,7 @@ class Asked:
     solver: str | None = None
     splitting: str | None = None
     robustness: bool = False  # also, at the first pair, every solver and each of `SPOILT`
+    card: bool = False  # in place of all that what a card shows: `CARD_STEPS`, every solver, half a horizon more
 
     @property
     def own(self) -> bool:
@@ -69,6 +74,10 @@ class Asked:
         return not (self.steps or self.horizons or self.solver or self.splitting)
 
     def grid(self, own: Integration) -> list[Trial]:
+        if self.card:
+            trials = [Trial(n, own.horizon, own.solver) for n in sorted({*CARD_STEPS, own.steps})]
+            trials += [Trial(own.steps, own.horizon, other) for other in SOLVERS if other != own.solver]
+            return [*trials, Trial(own.steps * 3 // 2, own.step_size * (own.steps * 3 // 2), own.solver)]
         counts = list(self.steps) or sorted({max(1, own.steps // 2), own.steps, own.steps * 3 // 2, own.steps * 2})
         horizons, used = list(self.horizons) or [own.horizon], self.solver or own.solver
         trials = [Trial(n, t, used) for t in horizons for n in counts]
@@ -97,10 +106,13 @@ class Sums:
     def __init__(self, classes: int):
         self.total, self.images = torch.zeros(6).double(), 0
         self.right, self.seen = torch.zeros(classes), torch.zeros(classes)
+        self.same: int | None = None  # answers that are those of full depth
 
-    def add(self, judged: Tensor, labels: Tensor) -> None:
+    def add(self, judged: Tensor, labels: Tensor, same: Tensor | None = None) -> None:
         self.total += judged.double().sum(0)
         self.images += len(judged)
+        if same is not None:
+            self.same = (self.same or 0) + int(same.sum())
         labelled = labels >= 0
         self.seen += torch.bincount(labels[labelled], minlength=len(self.seen))
         self.right += torch.bincount(labels[labelled], judged[labelled, 0], len(self.right))
@@ -111,6 +123,8 @@ class Sums:
         if labelled:
             macro = (self.right / self.seen)[self.seen > 0].mean().item()
             found |= {"accuracy": top, "accuracy@3": three, "accuracy@5": five, "macro_accuracy": macro, "loss": loss}
+        if self.same is not None:
+            found["as_full_depth"] = self.same / self.images
         return found | ({"agreement": agrees} if compared else {})
 
 
@@ -124,21 +138,24 @@ def validate(
     limit: int = 0,
     batch_size: int = 64,
     say: Say = print,
+    only: str = "",
 ) -> list[dict[str, Any]]:
-    """One row for each trial that is asked for, all on the same images.
+    """One row for each trial that is asked for, all on the same images: those whose file name matches `only`.
 
     Where nothing is asked but the bundle's own integration, and it is calibrated, the last row is that of early exit
     in the runtime.
     """
     student = ODEViT.from_pretrained(source)
     config = student.config
-    images = _images(config, data, split, limit, say)
+    images = _images(config, data, split, limit, say, only)
     if images.labels is None and not teacher.used:
         raise UsageError(f"{data} has no labels: name a teacher to measure agreement with")
     expert = open_teacher(teacher, config) if teacher.used else None
     whole = _whole(images, config, teacher.image_size) if teacher.whole else None
     trials = asked.grid(config.integration)
-    sums, answers = [Sums(config.architecture.classes) for _ in trials], list[Tensor]()
+    own = config.integration
+    full = trials.index(Trial(own.steps, own.horizon, own.solver)) if asked.own else None
+    sums, answers, at_full_depth = [Sums(config.architecture.classes) for _ in trials], list[Tensor](), list[Tensor]()
     teachers = Sums(config.architecture.classes)
     unreadable = Unreadable(len(images), say)
     for batch in _progress(loader(Pictures(images, config.preprocessing), batch_size), say):
@@ -146,14 +163,18 @@ def validate(
         if expert:
             answers.append(expert(whole(batch) if whole else batch.pixel_values))
             teachers.add(judge(answers[-1], batch.labels, answers[-1]), batch.labels)
-        for trial, found in zip(trials, sums):
-            pixels = SPOILT[trial.pictures](batch, config) if trial.pictures in SPOILT else batch.pixel_values
-            n, horizon, solver, _ = trial
-            logits = student(pixels, steps=n, horizon=horizon, solver=solver, splitting=asked.splitting)
-            found.add(judge(logits, batch.labels, answers[-1] if expert else logits), batch.labels)
+        given = list[Tensor]()
+        for n, horizon, solver, pictures in trials:
+            pixels = SPOILT[pictures](batch, config) if pictures in SPOILT else batch.pixel_values
+            given.append(student(pixels, steps=n, horizon=horizon, solver=solver, splitting=asked.splitting))
+        if full is not None:
+            at_full_depth.append(given[full].argmax(-1))
+        for logits, found in zip(given, sums):
+            same = None if full is None else logits.argmax(-1) == at_full_depth[-1]
+            found.add(judge(logits, batch.labels, answers[-1] if expert else logits), batch.labels, same)
     folder = bundle.find(source)
     if asked.own and exits.calibrated(config) and (folder / bundle.STEP).is_file():
-        mean_steps, early = _early(folder, images, torch.cat(answers) if expert else None)
+        mean_steps, early = _early(folder, images, torch.cat(answers) if expert else None, torch.cat(at_full_depth))
         trials.append(Trial(mean_steps, config.integration.horizon, config.integration.solver))
         sums.append(early)
     rows = [_row(trial, found, images, teachers if expert else None) for trial, found in zip(trials, sums)]
@@ -178,8 +199,14 @@ def open_teacher(spec: Teaching, config: Config) -> Teacher:
     return expert
 
 
-def _images(config: Config, data: str, split: str | None, limit: int, say: Say) -> Images:
-    return known_images(config, pick(data, split, config.division), say).sample(limit or sys.maxsize, 0)
+def _images(config: Config, data: str, split: str | None, limit: int, say: Say, only: str = "") -> Images:
+    images = known_images(config, pick(data, split, config.division), say)
+    if only:
+        rows = [row for row, name in enumerate(images.names) if fnmatch(PurePosixPath(name).name, only)]
+        if not rows:
+            raise UsageError(f"none of the {len(images):,} images has a file name like {only!r}")
+        images = images.subset(rows)
+    return images.sample(limit or sys.maxsize, 0)
 
 
 def _whole(images: Images, config: Config, side: int) -> Callable[[Batch], Tensor]:
@@ -217,9 +244,7 @@ def by_step(
     """Accuracy after step 1, 2, ... of the bundle's own size, and beyond the horizon to twice the steps."""
     student = ODEViT.from_pretrained(source)
     own = student.config.integration
-    images = known_images(student.config, pick(data, split, student.config.division), say).sample(
-        limit or sys.maxsize, 0
-    )
+    images = _images(student.config, data, split, limit, say)
     if images.labels is None:
         raise UsageError(f"{data} has no labels to draw the curve by")
     right = torch.zeros(2 * own.steps, dtype=torch.double)
@@ -229,8 +254,11 @@ def by_step(
     return (right / len(images)).tolist()
 
 
-def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float, Sums]:
-    """Mean steps and judgement of the images that the runtime can read, stopping by the bundle's own rule."""
+def _early(folder: Path, images: Images, expected: Tensor | None, at_full_depth: Tensor) -> tuple[float, Sums]:
+    """Mean steps and judgement of the images that the runtime can read, stopping by the bundle's own rule.
+
+    `expected` are the teacher's answers, `at_full_depth` the model's own.
+    """
     kept, steps, logits = list[int](), list[int](), list[Tensor]()
 
     def picture(place: int) -> Any:
@@ -248,7 +276,7 @@ def _early(folder: Path, images: Images, expected: Tensor | None) -> tuple[float
     labels = torch.full((len(kept),), -1) if images.labels is None else torch.as_tensor(images.labels)[kept]
     judged = judge(found, labels, found if expected is None else expected[kept])
     sums = Sums(found.shape[1])
-    sums.add(judged, labels)
+    sums.add(judged, labels, found.argmax(-1) == at_full_depth[kept])
     return float(np.mean(steps)), sums
 
 
@@ -265,8 +293,10 @@ HEADINGS = {
     "accuracy@5": "top-5",
     "macro_accuracy": "macro",
     "agreement": "agrees",
+    "as_full_depth": "as full",
 }
 SAME = ("images", "teacher_accuracy")  # in every row: said once, below the table
+NOT_SHOWN = (*SAME, "accuracy@3", "loss")  # which JSON and CSV have
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -274,7 +304,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False)
-    for name in [name for name in rows[0] if name not in SAME]:
+    for name in [name for name in rows[0] if name not in NOT_SHOWN]:
         words = name in ("depth", "solver", "pictures")
         shown.add_column(HEADINGS.get(name, name), justify="left" if words else "right")
     for row in rows:
@@ -282,7 +312,7 @@ def table(rows: list[dict[str, Any]]) -> None:
             *[
                 f"{v:.2%}" if k in HEADINGS else f"{v:.4g}" if isinstance(v, float) else str(v)
                 for k, v in row.items()
-                if k not in SAME
+                if k not in NOT_SHOWN
             ]
         )
     console = Console()

@@ -25,6 +25,10 @@ def val(
     teacher_size: int = typer.Option(0, "--teacher-size", help="Show the teacher whole pictures of this many pixels."),
     teacher_patch: int = typer.Option(0, "--teacher-patch", help="Pixels a side of its patches; default: the model's."),
     robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and on worse pictures."),
+    card: bool = typer.Option(
+        False, "--card", help="What a card shows: 1 to 24 steps, every solver, half a horizon more."
+    ),
+    only: str = typer.Option("", "--only", metavar="GLOB", help="Images whose file name matches, such as 'tiny-*'."),
     curve: Path = typer.Option(None, "--curve", metavar="PNG", help="Draw accuracy by step, also beyond the horizon."),
     limit: int = typer.Option(0, "--limit", help="Use this many images only, chosen by seed."),
     batch_size: int = typer.Option(64, "--batch-size"),
@@ -38,7 +42,7 @@ def val(
     from ..train.val import Asked, by_step, table, validate
 
     walked = by_step(model, data, split, limit, batch_size, say) if curve else []
-    asked = Asked([int(n) for n in numbers(steps)], numbers(horizons), solver, splitting, robustness)
+    asked = Asked([int(n) for n in numbers(steps)], numbers(horizons), solver, splitting, robustness, card)
     spec = Teaching(
         source=teacher or "",
         weights=str(teacher_weights or ""),
@@ -46,7 +50,7 @@ def val(
         patch_size=teacher_patch,
         whole=bool(teacher_size),
     )
-    rows = validate(model, data, asked, spec, split, limit, batch_size, say)
+    rows = validate(model, data, asked, spec, split, limit, batch_size, say, only)
     if curve:
         draw_depth(walked, rows, bundle.read_config(bundle.find(model)).integration, curve)
         say(f"curve: {curve}")

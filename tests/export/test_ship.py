@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from conftest import tiny_model
+from PIL import Image
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve.bundle import Division, Teacher, read_config
-from odevit_serve.export.ship import ship
+from odevit_serve.errors import UsageError
+from odevit_serve.export import parts
+from odevit_serve.export.ship import measure, ship
 from odevit_serve.train.recipe import Teaching
-from odevit_serve.train.val import Asked, validate
+from odevit_serve.train.val import NO_TEACHER, Asked, validate
 
 
 def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
@@ -28,7 +32,14 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     teacher = str(tmp_path / "teacher.safetensors")
     vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=1, mlp_ratio=2, num_classes=5)
     save_file(vit.state_dict(), teacher)
-    ship(tmp_path / "run", tmp_path / "box", str(data), "A note.", {"name": "vit", "license": "mit"}, teacher)
+    ship(
+        tmp_path / "run",
+        tmp_path / "box",
+        str(data),
+        "A note.",
+        {"name": "vit", "license": "mit"},
+        Teaching(weights=teacher),
+    )
     config = read_config(tmp_path / "box")
     assert config.name == "box"
     assert config.exit.calibration is not None
@@ -46,3 +57,30 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     assert config.metrics[f"test_accuracy_horizon_{longer:g}"] == round(row["accuracy"], 4)
     assert config.metrics["test_images"] == 40
     assert 1 <= config.metrics["test_mean_steps_adaptive"] <= 8
+    assert set(config.metrics["accuracy_by_steps"]) == {"1", "2", "3", "4", "6", "8", "12", "16", "18", "24"}
+    assert config.metrics["accuracy_by_solver"]["euler"] == config.metrics["accuracy_by_steps"]["8"]
+    assert len(config.metrics["accuracy_by_solver"]) > 3
+    assert set(config.metrics["as_full_depth_by_steps"]) == {"1", "2", "3", "4", "6"}
+
+
+def test_sets_and_full_size_photographs_are_measured_apart(tmp_path: Path) -> None:
+    model = tiny_model()
+    rng = np.random.default_rng(0)
+    for split, prefixes in (("val", ("red-", "blue-")), ("train", ("red-",))):
+        for label in range(5):
+            folder = tmp_path / "data" / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for index, prefix in enumerate(prefixes):
+                pixels = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{prefix}{index}.png")
+    model.save_pretrained(tmp_path / "box")
+    parts(tmp_path / "box")
+    data = str(tmp_path / "data")
+    found = measure(tmp_path / "box", data, NO_TEACHER, ["red-*", "blue-*"], data)
+    sets = found["test_accuracy_by_set"]
+    assert set(sets) == {"red", "blue"}
+    assert (sets["red"] + sets["blue"]) / 2 == pytest.approx(found["test_accuracy"], abs=1e-4)
+    assert found["full_size_accuracy"] == found["test_accuracy"]
+    assert found["full_size_images"] == 10
+    with pytest.raises(UsageError, match="none of the 10 images has a file name like 'green-\\*'"):
+        measure(tmp_path / "box", data, NO_TEACHER, ["green-*"])
