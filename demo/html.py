@@ -9,6 +9,7 @@ from html import escape
 import numpy as np
 from PIL import Image
 
+from .. import costs
 from ..errors import UserError
 from ..runtime import exits
 from ..runtime.drawing import HEAT
@@ -100,7 +101,7 @@ def answer(run: Inspection) -> str:
     rows = [("full depth", took, f"({1000 * run.full_seconds:.1f} ms)", _times(used, full), f"({_amount(full)})")]
     teacher = run.config.teacher
     if teacher is not None:
-        macs = teacher.macs(run.config.architecture)
+        macs = costs.teacher_macs(teacher, run.config.architecture)
         short = teacher.name.rpartition(":")[2].split(".")[0]
         name = f'teacher <span title="{escape(teacher.name)}">{escape(short)}</span>'
         took, of = "not measured", ""

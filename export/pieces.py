@@ -11,6 +11,7 @@ import torch
 
 from .. import bundle
 from ..bundle import STEP_OUTPUTS, Integration
+from ..files import atomic
 from ..runtime.graphs import NAMED, Parts, stem_graph, step_graph, write_metadata
 from ..train.model import ODEViT
 from .graph import ClsAttention, Folded, Stem, Step
@@ -66,6 +67,6 @@ def write_parts(folder: Path) -> list[Path]:
     for name, graph in graphs.items():
         part = name.removesuffix(".onnx")
         write_metadata(graph, model.config, format="parts", part=part, precision="fp32", weights=weights)
-        with bundle.atomic(folder / name) as path:
+        with atomic(folder / name) as path:
             onnx.save(graph, path)
     return [folder / name for name in graphs]

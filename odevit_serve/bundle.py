@@ -7,22 +7,20 @@ configuration with the standard library alone, so that every part of the toolkit
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
 import os
-import tempfile
-import types
 import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import costs
 from .errors import UsageError, UserError
-from .solvers import SOLVERS, SPLITTINGS, evaluations
+from .files import atomic
+from .schema import build
+from .solvers import SOLVERS, SPLITTINGS
 
 SCHEMA_VERSION = 2
 DEFAULT = "cifar10"
@@ -30,7 +28,6 @@ MODELS = Path(__file__).parent / "models"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 PROCESSOR = "preprocessor_config.json"  # `preprocessing` once more, where transformers looks for it
 STEM, STEP, ATTENTION = "stem.onnx", "step.onnx", "attention.onnx"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's part of it, or what a file may have
 MODEL_TYPE = "ode_vit"  # by which transformers knows the model, see train/hf.py
 STEP_OUTPUTS = ("next_state", "logits", "margin", "gain", "exponent", "speed", "cls_speed")  # of the step graph
 METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .onnx carries its config
@@ -128,28 +125,6 @@ class Architecture:
             inputs = outputs
         return layers
 
-    def parameters(self) -> dict[str, int]:
-        """Parameters of psi (with registers) and of all else, which a teacher lends where it can."""
-        projections = 3 if self.attention == "l2" else 4  # L2 attention ties query and key
-        psi = projections * self.width**2 + 2 * self.width * self.hidden + 4 * self.width
-        psi += self.hidden * self.convolution**2 + self.registers * self.width
-        stem = sum(kernel**2 * inputs * outputs + outputs for inputs, outputs, kernel, _, _ in self.convolutions())
-        return {
-            "psi": psi,
-            "rest": stem + (2 + self.patches) * self.width + (self.width + 1) * self.classes,
-        }
-
-    def macs(self) -> dict[str, int]:
-        """Multiply-adds of one image: the stem, one evaluation of attention G and of the MLP F, the head."""
-        tokens, width = self.tokens, self.width
-        projections = 3 if self.attention == "l2" else 4
-        return {
-            "stem": sum(k**2 * inputs * outputs * side**2 for inputs, outputs, k, _, side in self.convolutions()),
-            "attention": projections * tokens * width**2 + 2 * tokens**2 * width,
-            "mlp": 2 * tokens * width * self.hidden + self.patches * self.hidden * self.convolution**2,
-            "head": width * self.classes,
-        }
-
 
 @dataclass(frozen=True)
 class Integration:
@@ -175,14 +150,9 @@ class Integration:
     def step_size(self) -> float:
         return self.horizon / self.steps
 
-    def macs_per_step(self, architecture: Architecture) -> int:
-        macs = architecture.macs()
-        attention, mlp = evaluations(self.solver, self.splitting)
-        return attention * macs["attention"] + mlp * macs["mlp"] + macs["head"]
-
     def macs(self, architecture: Architecture, steps: float | None = None) -> float:
-        steps = self.steps if steps is None else steps
-        return architecture.macs()["stem"] + steps * self.macs_per_step(architecture)
+        """Multiply-adds of one image, at full depth or at `steps`."""
+        return costs.macs(architecture, self, steps)
 
 
 @dataclass(frozen=True)
@@ -303,19 +273,6 @@ class Teacher:
     license: str = ""
     note: str = ""
 
-    def parameters(self, student: Architecture) -> int:
-        hidden = int(self.width * self.mlp_ratio)
-        block = 4 * self.width**2 + 2 * self.width * hidden + 9 * self.width + hidden
-        patch = student.channels * student.patch_size**2 * self.width + self.width
-        embedding = patch + (2 + student.patches) * self.width
-        return self.layers * block + embedding + 2 * self.width + (self.width + 1) * student.classes
-
-    def macs(self, student: Architecture) -> int:
-        tokens, hidden = 1 + student.patches, int(self.width * self.mlp_ratio)
-        block = 4 * tokens * self.width**2 + 2 * tokens**2 * self.width + 2 * tokens * self.width * hidden
-        stem = student.patches * student.channels * student.patch_size**2 * self.width
-        return stem + self.layers * block + self.width * student.classes
-
 
 @dataclass(frozen=True)
 class Config:
@@ -393,54 +350,6 @@ class Config:
         return self.replace(exit=ExitPolicy(), confidence=None, metrics={}, division=None, provenance=note)
 
 
-def build(kind: Any, value: Any, where: str = "") -> Any:
-    """Make `kind` (a dataclass, tuple, union or plain type) of JSON data; errors name the field."""
-    name = where or "the top level"
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise UsageError(f"{name} must be an object, not {value!r}")
-        hints = typing.get_type_hints(kind)
-        unknown = sorted(set(value) - set(hints))
-        if unknown:
-            raise UsageError(f"{name} has an unknown field {unknown[0]!r}")
-        missing = [
-            f.name
-            for f in dataclasses.fields(kind)
-            if f.name not in value and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
-        if missing:
-            raise UsageError(f"{where + '.' if where else ''}{missing[0]} is missing")
-        prefix = f"{where}." if where else ""
-        parts = {key: build(hints[key], item, prefix + key) for key, item in value.items()}
-        return kind(**parts)  # type: ignore[operator]
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return build(next(a for a in arguments if a is not type(None)), value, where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise UsageError(f"{name} must be a list, not {value!r}")
-        if arguments[-1] is Ellipsis:
-            return tuple(build(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-        if len(arguments) != len(value):
-            raise UsageError(f"{name} must have {len(arguments)} values, not {len(value)}")
-        return tuple(build(a, item, f"{name}[{i}]") for i, (a, item) in enumerate(zip(arguments, value)))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise UsageError(f"{name} must be an object, not {value!r}")
-        return {key: build(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise UsageError(f"{name} must be of type {kind.__name__}, not {value!r}")
-    if kind is float and not math.isfinite(value):
-        raise UsageError(f"{name} must be finite, not {value!r}")
-    return value
-
-
 def bundled() -> list[str]:
     """Names of the models that ship inside the package."""
     return sorted(p.parent.name for p in MODELS.glob(f"*/{CONFIG}"))
@@ -503,42 +412,3 @@ def digest(path: Path) -> str:
     """Of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def atomic(target: Path) -> Iterator[Path]:
-    """A scratch path beside `target` that replaces it when the block ends well, and vanishes when it does not.
-
-    The content is on the disk before it replaces anything: a crash or a full disk leaves the old file.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    os.close(handle)
-    scratch = Path(name)
-    try:
-        yield scratch
-        scratch.chmod(0o666 & ~_umask())  # after writing: a writer may have put a private file of its own there
-        _sync(scratch)
-        os.replace(scratch, target)
-        _sync(target.parent)
-    except OSError as error:
-        if error.errno in FULL:
-            raise UserError(f"{target} could not be written, what was there is unchanged: {error.strerror}") from error
-        raise
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Have the system write what it holds of a file, or of the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

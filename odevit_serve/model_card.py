@@ -7,20 +7,21 @@ import json
 import re
 from pathlib import Path
 
-from . import bundle
+from . import bundle, costs
 from .bundle import Confidence, Config, Integration
+from .files import atomic
 
 
 def write_card(folder: Path) -> None:
     config = bundle.read_config(folder)
-    with bundle.atomic(folder / bundle.CARD) as path:
+    with atomic(folder / bundle.CARD) as path:
         path.write_text(card(config, folder.name), encoding="utf-8")
 
 
 def card(config: Config, name: str) -> str:
     """Markdown with the metadata block that the Hub reads."""
     shape, own = config.architecture, config.integration
-    parameters = shape.parameters()
+    parameters = costs.parameters(shape)
     lines = [
         "---",
         *_license(config.license),
@@ -41,9 +42,12 @@ def card(config: Config, name: str) -> str:
         lines += [str(note), ""]
     lines += ["| | this model | teacher |", "| --- | --- | --- |"]
     teacher = config.teacher
+    teachers = ["", ""]
+    if teacher:
+        teachers = [f"{costs.teacher_parameters(teacher, shape):,}", f"{costs.teacher_macs(teacher, shape):,}"]
     lines += [
-        f"| parameters | {sum(parameters.values()):,} | {f'{teacher.parameters(shape):,}' if teacher else ''} |",
-        f"| MACs per image, full depth | {own.macs(shape):,.0f} | {f'{teacher.macs(shape):,}' if teacher else ''} |",
+        f"| parameters | {sum(parameters.values()):,} | {teachers[0]} |",
+        f"| MACs per image, full depth | {own.macs(shape):,.0f} | {teachers[1]} |",
     ]
     calibration = config.exit.calibration
     if calibration:

@@ -1,78 +1,83 @@
-"""Files that matter are on the disk before they replace others."""
+"""The configuration of a bundle: written and read again, checked, and found by name."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import pytest
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Config
-from odevit_serve.errors import UserError
+from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing, Teacher
+from odevit_serve.errors import UsageError, UserError
 
 
-def test_content_and_name_are_synced_around_the_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    sync, replace = os.fsync, os.replace
-
-    def fsync(handle: int) -> None:
-        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
-        sync(handle)
-
-    def swap(source: Path, target: Path) -> None:
-        done.append("replace")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", swap)
-    bundle.write_config(tmp_path, Config())
-    first, *rest = done[:3]
-    assert first.startswith("sync .config.json.")
-    assert rest == ["replace", f"sync {tmp_path.name}"]
-    assert bundle.read_config(tmp_path) == Config()
+def test_writing_and_reading_is_the_identity(tmp_path: Path) -> None:
+    config = Config(
+        Architecture(64, 8, 96, 3, classes=2, registers=1, stem="deep"),
+        Integration(6.0, 5, "ab2", "lie"),
+        Preprocessing((3, 64, 64), crop_pct=0.9),
+        labels=("größe", "b"),
+        teacher=Teacher("x", accuracy=0.5),
+        metrics={"test_accuracy": 0.25},
+    )
+    bundle.write_config(tmp_path, config)
+    assert bundle.read_config(tmp_path) == config
+    processor = json.loads((tmp_path / bundle.PROCESSOR).read_text(encoding="utf-8"))
+    assert (processor["crop_pct"], processor["input_size"]) == (0.9, [3, 64, 64])
 
 
-FILL = """
-import resource, signal, sys
-from pathlib import Path
-from odevit_serve.bundle import atomic
-from odevit_serve.errors import UserError
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-try:
-    with atomic(Path(sys.argv[1])) as path:
-        path.write_bytes(b"x" * 100_000)
-except UserError as error:
-    print(error)
-"""
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "does not hold a JSON object"),
+        ('{"model_type": "vit"}', "is not the configuration of an ODE-ViT but of a 'vit': it has no schema_version"),
+        ('{"schema_version": 1}', "is of schema version 1, and this version reads 2: make it again"),
+        ('{"schema_version": 2, "labels": ["a"]}', "labels: 1 names for a head of 10 classes"),
+        ('{"schema_version": 2, "architecture": {"width": "x"}}', "architecture.width must be of type int, not 'x'"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_with_the_file(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / bundle.CONFIG).write_text(text)
+    with pytest.raises(UserError) as failure:
+        bundle.read_config(tmp_path)
+    assert str(failure.value).startswith(str(tmp_path / bundle.CONFIG))
+    assert sentence in str(failure.value)
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    target = tmp_path / "weights"
-    target.write_bytes(b"old")
-    done = subprocess.run([sys.executable, "-c", FILL, str(target)], capture_output=True, text=True)
-    assert "could not be written, what was there is unchanged" in done.stdout
-    assert done.stdout.count("\n") == 1
-    assert target.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["weights"]
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"width": 10, "heads": 3}, "width 10 is not divisible by 3 heads"),
+        ({"image_size": 30, "patch_size": 4}, "image size 30 is not divisible by patch size 4"),
+        ({"convolution": 2}, "convolution must be 0 or an odd kernel size, not 2"),
+        ({"attention": "flash"}, "unknown attention 'flash': choose one of dot, l2"),
+        ({"stem": "deep", "image_size": 30, "patch_size": 6}, "patch_size 6 is no power of 2"),
+    ],
+)
+def test_shapes_that_cannot_be(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Architecture(**settings)  # type: ignore[arg-type]
 
 
-def test_what_the_disk_refuses_at_the_last_moment_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """File systems that allocate late tell of a full disk only when the content is synced."""
-    import errno
+def test_models_are_found_by_name_folder_and_file(tmp_path: Path) -> None:
+    assert bundle.find("cifar10") == bundle.MODELS / "cifar10"
+    assert bundle.find() == bundle.MODELS / bundle.DEFAULT
+    (tmp_path / "text.txt").write_text("x")
+    (tmp_path / "file.onnx").write_bytes(b"")
+    assert bundle.find(tmp_path / "file.onnx") == tmp_path / "file.onnx"  # what is in it is seen when it is opened
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        bundle.find(tmp_path)
+    with pytest.raises(UserError, match=r"neither a bundle folder nor an \.onnx file"):
+        bundle.find(tmp_path / "text.txt")
+    with pytest.raises(UserError, match=r"no model 'cifar11': bundled are .*cifar10"):
+        bundle.find("cifar11")
 
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    target = tmp_path / "weights"
-    target.write_bytes(b"old")
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="No space left"), bundle.atomic(target) as path:
-        path.write_bytes(b"new")
-    assert target.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["weights"]
+def test_other_weights_lose_what_was_measured_of_the_old_ones() -> None:
+    config = bundle.read_config(bundle.find("cifar10"))
+    bare = config.unmeasured()
+    assert (bare.exit.calibration, bare.confidence, bare.metrics, bare.division) == (None, None, {}, None)
+    assert bare.provenance["started_from"] == config.name
+    assert bare.architecture == config.architecture

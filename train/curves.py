@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import bundle
 from ..bundle import Integration
+from ..files import atomic
 
 
 def draw_curves(metrics: Path, target: Path) -> None:
@@ -36,7 +36,7 @@ def draw_curves(metrics: Path, target: Path) -> None:
     for axes in (left, right):
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.2)
-    with bundle.atomic(target) as scratch:
+    with atomic(target) as scratch:
         figure.savefig(scratch, dpi=120, format="png")
 
 
@@ -65,5 +65,5 @@ def draw_depth(walked: Sequence[float], rows: list[dict[str, Any]], own: Integra
     axes.set_ylim(bottom=low)
     axes.legend(frameon=False, fontsize=8, loc="lower center")
     axes.grid(alpha=0.2)
-    with bundle.atomic(target) as scratch:
+    with atomic(target) as scratch:
         figure.savefig(scratch, dpi=120, format="png")

@@ -34,10 +34,11 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
-from ..bundle import CONFIG, MODEL_TYPE, Config, Preprocessing, build, read_config, write_config
+from ..bundle import CONFIG, MODEL_TYPE, Config, Preprocessing, read_config, write_config
 from ..data.images import prepare, read
 from ..errors import UsageError, UserError
 from ..hub import find
+from ..schema import build
 from ..solvers import advance
 from .model import ODEViT
 

@@ -21,8 +21,8 @@ from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwa
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from .. import bundle
 from ..errors import UserError
+from ..files import atomic
 from .batches import Batch, Pictures, Unreadable, loader, set_epoch
 from .muon import Muon
 from .progress import Say, bar, clock
@@ -133,7 +133,7 @@ class Metrics:
 
         folder.mkdir(parents=True, exist_ok=True)
         old = self.path.read_text().splitlines(keepends=True)[:keep] if keep and self.path.exists() else []
-        with bundle.atomic(self.path) as scratch:
+        with atomic(self.path) as scratch:
             scratch.write_text("".join(old))
         self.lines = len(old)
         self.board = SummaryWriter(str(folder / "tensorboard"))
@@ -276,7 +276,7 @@ def _save(path: Path, state: Progress, net: nn.Module, average: Any, steppers: l
         "optimizers": [o.state_dict() for o in steppers],
         "schedules": [{k: r.state_dict()[k] for k in PLACE} for r in rates],
     }
-    with bundle.atomic(path) as scratch:
+    with atomic(path) as scratch:
         torch.save(contents, scratch)
 
 

@@ -23,6 +23,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from .. import bundle
 from ..bundle import Architecture, Config
 from ..errors import UserError
+from ..files import atomic
 from ..solvers import advance
 
 
@@ -269,7 +270,7 @@ class ODEViT(nn.Module):
         state = {k: v.detach().to("cpu", dtype).contiguous().clone() for k, v in own.items()}
         if self.config.architecture.attention == "l2":
             del state["psi.attention.key.weight"]  # tied to the query
-        with bundle.atomic(target / bundle.WEIGHTS) as path:
+        with atomic(target / bundle.WEIGHTS) as path:
             save_file(state, path, metadata={"format": "pt"})
 
     @classmethod

@@ -30,6 +30,8 @@ from .. import __version__, bundle
 from ..bundle import Config, Division
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
+from ..files import atomic
+from ..schema import build
 from .batches import Pictures, loader
 from .features import balanced, class_mean, encoder, features, fit_head
 from .finish import Finished, finish
@@ -92,7 +94,7 @@ class OwnRun:
 
     def write(self) -> None:
         facts = {"wanted": vars(self.wanted), "baseline": self.baseline, "epochs": self.epochs, "draws": self.draws}
-        with bundle.atomic(self.work / "run.json") as path:
+        with atomic(self.work / "run.json") as path:
             path.write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -101,7 +103,7 @@ def read_run(folder: Path) -> dict[str, Any] | None:
     path = folder / WORK / "run.json"
     try:
         facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        bundle.build(Wanted, facts["wanted"], "wanted")
+        build(Wanted, facts["wanted"], "wanted")
         return facts
     except FileNotFoundError:
         return None

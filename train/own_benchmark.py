@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import costs
 from ..bundle import Config, Division, Preprocessing
 from ..data.datasets import Images, divide, open_splits
 from ..data.images import prepare
@@ -137,7 +138,7 @@ def _teacher(weights: Path) -> Encoder:
     return (
         lambda pixels: teacher.states(pixels)[-1][:, 0],
         preset.preprocessing,
-        float(teacher.facts.macs(preset.architecture)),
+        float(costs.teacher_macs(teacher.facts, preset.architecture)),
     )
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bundle import Architecture, Config, Division, Integration, Preprocessing, build
+from ..bundle import Architecture, Config, Division, Integration, Preprocessing
 from ..errors import UsageError, UserError
+from ..schema import build
 from .class_names import shown_names
 from .presets import PRESETS
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from .. import __version__, bundle
 from ..data.datasets import Images, divide, open_splits
 from ..errors import UsageError
+from ..files import atomic
 from ..model_card import write_card
 from .batches import Pictures, loader
 from .curves import draw_curves
@@ -53,7 +54,7 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
         say = silent
     folder.mkdir(parents=True, exist_ok=True)
     if machine.is_main_process:
-        with bundle.atomic(folder / "recipe.json") as scratch:
+        with atomic(folder / "recipe.json") as scratch:
             scratch.write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
     if not recipe.stages:
         return train_stage(Run(recipe, recipe, folder, folder, machine, say))
@@ -73,7 +74,7 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
         machine.wait_for_everyone()
     if machine.is_main_process:
         for name in (bundle.WEIGHTS, bundle.CONFIG, bundle.CARD):
-            with bundle.atomic(folder / "bundle" / name) as scratch:
+            with atomic(folder / "bundle" / name) as scratch:
                 shutil.copyfile(made / name, scratch)
     machine.wait_for_everyone()
     return folder / "bundle"

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from .. import bundle
 from ..bundle import Architecture, Preprocessing
 from ..errors import UsageError, UserError
+from ..files import atomic
 from .class_names import class_rows
 from .model import ODEViT
 from .recipe import Teaching
@@ -77,7 +78,7 @@ class Teacher(nn.Module):
 
     def save(self, path: Path) -> None:
         """Weights in timm's names, as a file that `--teacher-weights` takes."""
-        with bundle.atomic(path) as scratch:
+        with atomic(path) as scratch:
             save_file({k: v.detach().cpu().contiguous().clone() for k, v in self.vit.state_dict().items()}, scratch)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from .. import bundle
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
+from ..files import atomic
+from ..schema import build
 from .batches import Pictures, Unreadable, loader
 from .features import Head, encoder, features, fit_head
 from .judge import Judge
@@ -75,8 +77,8 @@ def _head_for(teacher: Teacher, classes: tuple[str, ...], keep: bool) -> None:
 def read_facts(teacher: Teacher, folder: Path) -> None:
     """What was written down of a trained teacher. Every process reads it: only the main one has measured it."""
     facts = json.loads((folder / "teacher.json").read_text())
-    teacher.facts = bundle.build(bundle.Teacher, facts["teacher"], "teacher")
-    teacher.preprocessing = bundle.build(bundle.Preprocessing, facts["preprocessing"], "preprocessing")
+    teacher.facts = build(bundle.Teacher, facts["teacher"], "teacher")
+    teacher.preprocessing = build(bundle.Preprocessing, facts["preprocessing"], "preprocessing")
 
 
 def probe(
@@ -157,7 +159,7 @@ def _check_teacher(
 def write_facts(teacher: Teacher, folder: Path) -> None:
     assert teacher.preprocessing is not None
     facts = {"teacher": dataclasses.asdict(teacher.facts), "preprocessing": dataclasses.asdict(teacher.preprocessing)}
-    with bundle.atomic(folder / "teacher.json") as scratch:
+    with atomic(folder / "teacher.json") as scratch:
         scratch.write_text(json.dumps(facts, indent=2) + "\n")
 
 

@@ -17,7 +17,7 @@ import onnx  # noqa: F401  (asked for here, so that its absence is told once)
 import torch
 from safetensors.torch import load_file, save_file
 
-from .. import bundle
+from .. import bundle, costs
 from ..bundle import Config, ExitPolicy, Teacher
 from ..data import images
 from ..errors import UserError
@@ -128,7 +128,7 @@ def _vit_systems(
         "depth": shape.layers, "num_heads": shape.heads, "mlp_ratio": shape.mlp_ratio, "num_classes": own.classes,
     }  # fmt: skip
     torch.manual_seed(0)
-    vit, macs = build_vit(words), float(shape.macs(own))
+    vit, macs = build_vit(words), float(costs.teacher_macs(shape, own))
     if file is not None:
         from ..train.recipe import Teaching
         from ..train.teacher import load_teacher

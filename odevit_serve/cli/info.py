@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from .. import bundle
+from .. import bundle, costs
 from ..bundle import Config
 from . import app
 
@@ -15,12 +15,12 @@ from . import app
 def describe(config: Config) -> dict[str, Any]:
     """Parameters and multiply-adds of a model beside those of its teacher."""
     shape, integration = config.architecture, config.integration
-    parameters = shape.parameters()
+    parameters = costs.parameters(shape)
     answer: dict[str, Any] = {
         "name": config.name,
         "parameters": {**parameters, "total": sum(parameters.values())},
         "macs": {
-            "per_step": integration.macs_per_step(shape),
+            "per_step": costs.macs_per_step(shape, integration),
             "total": int(integration.macs(shape)),
             "steps": integration.steps,
         },
@@ -32,8 +32,8 @@ def describe(config: Config) -> dict[str, Any]:
     if config.teacher:
         answer["teacher"] = {
             "name": config.teacher.name,
-            "parameters": config.teacher.parameters(shape),
-            "macs": config.teacher.macs(shape),
+            "parameters": costs.teacher_parameters(config.teacher, shape),
+            "macs": costs.teacher_macs(config.teacher, shape),
         }
     return answer
 

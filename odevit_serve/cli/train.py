@@ -12,6 +12,7 @@ import typer
 
 from .. import bundle
 from ..errors import UsageError, UserError
+from ..schema import build
 from . import TEACHER_WEIGHTS, app, require, say
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def own(asked: dict[str, Any], output: Path, resume: Path | None, dry_run: bool,
         raise UsageError(f"{output} already holds a run: --resume {output}, or choose another --output")
     if "data" not in options:
         raise UsageError("no data: name a folder, a zip file, an .npz file or hf:NAME")
-    wanted = bundle.build(flow.Wanted, options, "")
+    wanted = build(flow.Wanted, options, "")
     try:
         made = flow.train(wanted, output, parts, say, begun, resume is not None)
     except KeyboardInterrupt:

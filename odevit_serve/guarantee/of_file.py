@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle import Calibration, Config, atomic
+from ..bundle import Calibration, Config
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
+from ..files import atomic
 from ..runtime.dynamics import Floats
 from ..runtime.exits import REASONS
 from ..runtime.model import FileModel

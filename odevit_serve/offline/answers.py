@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from .. import bundle
 from ..errors import UsageError, UserError
+from ..files import atomic
 from ..runtime.results import Failure, Result
 
 FORMS = (".jsonl", ".parquet")
@@ -69,7 +69,7 @@ class AnswersFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._check_settings()
             if self.path.suffix == ".parquet" and self.path.exists() and not self.journal.exists():
-                with bundle.atomic(self.journal) as target, target.open("w", encoding="utf-8") as out:
+                with atomic(self.journal) as target, target.open("w", encoding="utf-8") as out:
                     out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in _from_parquet(self.path))
             self._recover()
             self._out = self.journal.open("a", encoding="utf-8")
@@ -96,7 +96,7 @@ class AnswersFile:
         assert self._out is not None
         self._sync()
         if self.journal != self.path:
-            with bundle.atomic(self.path) as target:
+            with atomic(self.path) as target:
                 _to_parquet(self._rows(), target)
             self.journal.unlink()
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import bundle
 from ..errors import MissingExtra, UsageError
+from ..files import atomic
 from .dynamics import Floats
 from .model import CAPACITY, BundleModel
 from .results import Failure, Prediction, conclude
@@ -80,7 +81,7 @@ def check_target(path: Path) -> None:
 def write(path: Path, found: list[Embedding]) -> None:
     """Write embeddings as numpy's .npz, or as a .parquet table with one row an image."""
     check_target(path)
-    with bundle.atomic(path) as scratch:
+    with atomic(path) as scratch:
         if path.suffix == ".npz":
             with scratch.open("wb") as file:
                 np.savez(file, **columns(found))  # type: ignore[arg-type]

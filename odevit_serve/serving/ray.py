@@ -16,8 +16,8 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from ..bundle import build
 from ..errors import UsageError
+from ..schema import build
 
 
 @dataclass(frozen=True)

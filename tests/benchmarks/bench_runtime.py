@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from odevit_serve import bundle, load
+from odevit_serve import bundle, costs, load
 from odevit_serve.bundle import Integration
 from odevit_serve.data.datasets import Images
 from odevit_serve.guarantee import calibrate
@@ -240,7 +240,7 @@ def against_vit(folder: Path, scratch: Path) -> dict[str, Any]:
         "macs": {"model, full depth": int(own.macs(shape)), "vit": None},
     }
     if model.config.teacher:
-        answer["macs"]["vit"] = model.config.teacher.macs(shape)
+        answer["macs"]["vit"] = costs.teacher_macs(model.config.teacher, shape)
     return answer
 
 

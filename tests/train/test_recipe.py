@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from odevit_serve import costs
 from odevit_serve.bundle import Preprocessing
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.train.presets import PRESETS
@@ -19,14 +20,14 @@ def test_every_shipped_recipe_is_sound(path: Path) -> None:
     config = recipe.model(len(classes), classes)
     assert len(set(config.labels)) == len(classes)
     shape = config.architecture
-    assert shape.parameters()["psi"] > 0
+    assert costs.parameters(shape)["psi"] > 0
     assert path.read_text().startswith("# ")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_papers_parameters(name: str) -> None:
     """Table 4 counts millions of trained parameters: 0.5, 4.2, 7 and 3.8 (its 0.5 and 4.2 include the frozen ones)."""
-    parameters = PRESETS[name].architecture.parameters()
+    parameters = costs.parameters(PRESETS[name].architecture)
     expected = {"scratch-cifar10": 0.22, "tiny": 0.45, "tiny-224": 0.45}
     expected |= dict.fromkeys(("scratch-cifar100", "scratch-imagenet100"), 3.54)
     expected |= {n: 7.1 for n in PRESETS if n.startswith("base")} | {n: 3.55 for n in PRESETS if n.startswith("small")}

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ... import __version__, bundle
+from ... import __version__
 from ...data.datasets import Images, pick
+from ...files import atomic
 from ...guarantee.calibrate import match_labels
 from ..batches import Batch, Order, Pictures, Unreadable, collate
 from ..loop import Say
@@ -103,7 +104,7 @@ class Study:
         order = np.argsort(arrays["row"])
         arrays = {k: v[order] for k, v in arrays.items()}
         if self.place.is_main_process:
-            with bundle.atomic(path) as scratch, scratch.open("wb") as file:
+            with atomic(path) as scratch, scratch.open("wb") as file:
                 np.savez(file, **{"_key": np.array(mark), **arrays})  # type: ignore[arg-type]
         return arrays
 

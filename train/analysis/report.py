@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ... import bundle
 from ...bundle import Preprocessing
+from ...files import atomic
 from .figures import DRAWN
 
 Numbers = dict[str, Any]
@@ -288,13 +288,13 @@ def write(folder: Path, numbers: Numbers, shown: list[np.ndarray]) -> Path:
             figure.savefig(buffer, dpi=130, format="png")
             images[name] = buffer.getvalue()
     for name, content in images.items():
-        with bundle.atomic(folder / f"{name}.png") as path:
+        with atomic(folder / f"{name}.png") as path:
             path.write_bytes(content)
     for name in set(DRAWN) - set(images):  # of an earlier run that had them
         (folder / f"{name}.png").unlink(missing_ok=True)
-    with bundle.atomic(folder / "numbers.json") as path:
+    with atomic(folder / "numbers.json") as path:
         path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    with bundle.atomic(folder / "report.html") as path:
+    with atomic(folder / "report.html") as path:
         path.write_text(page(numbers, images), encoding="utf-8")
     return folder / "report.html"
 

@@ -1,0 +1,79 @@
+"""Files that matter are on the disk before they replace others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odevit_serve import bundle
+from odevit_serve.bundle import Config
+from odevit_serve.errors import UserError
+from odevit_serve.files import atomic
+
+
+def test_content_and_name_are_synced_around_the_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def fsync(handle: int) -> None:
+        done.append(f"sync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+        sync(handle)
+
+    def swap(source: Path, target: Path) -> None:
+        done.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", swap)
+    bundle.write_config(tmp_path, Config())
+    first, *rest = done[:3]
+    assert first.startswith("sync .config.json.")
+    assert rest == ["replace", f"sync {tmp_path.name}"]
+    assert bundle.read_config(tmp_path) == Config()
+
+
+FILL = """
+import resource, signal, sys
+from pathlib import Path
+from odevit_serve.files import atomic
+from odevit_serve.errors import UserError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with atomic(Path(sys.argv[1])) as path:
+        path.write_bytes(b"x" * 100_000)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    target = tmp_path / "weights"
+    target.write_bytes(b"old")
+    done = subprocess.run([sys.executable, "-c", FILL, str(target)], capture_output=True, text=True)
+    assert "could not be written, what was there is unchanged" in done.stdout
+    assert done.stdout.count("\n") == 1
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["weights"]
+
+
+def test_what_the_disk_refuses_at_the_last_moment_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """File systems that allocate late tell of a full disk only when the content is synced."""
+    import errno
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = tmp_path / "weights"
+    target.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"), atomic(target) as path:
+        path.write_bytes(b"new")
+    assert target.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["weights"]
