@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,21 @@ def structure(model: onnx.ModelProto, opset: int) -> list[Check]:
 
 def size(found: int, parts: Parts, config: Config, evaluations: int) -> Check:
     """File size against that of the parts' weights: nothing missing, nothing stored twice."""
+    metadata = 3 * len(config.to_json().encode())
+    return _bytes("bytes", found, parts, NODE_BYTES * (1 + evaluations) + FIXED_BYTES + metadata)
+
+
+def weights(found: int, parts: Parts) -> Check:
+    """The same of a file that holds weights alone."""
+    return _bytes("bytes of weights", found, parts, FIXED_BYTES)
+
+
+def _bytes(name: str, found: int, parts: Parts, beside: int) -> Check:
     pieces = (parts.begin, parts.attention, parts.mlp, parts.answer)
     kept = {id(t): t.ByteSize() for piece in pieces for t in piece.weights.values()}
     more = {id(t): t.ByteSize() for piece in (parts.readings, parts.maps) for t in piece.weights.values()}
-    weights, most_weights = sum(kept.values()), sum((kept | more).values())
-    metadata = 3 * len(config.to_json().encode())
-    most = int(1.05 * most_weights + NODE_BYTES * (1 + evaluations) + FIXED_BYTES + metadata)
-    least = int(0.9 * weights)
-    return expect("bytes", least <= found <= most, found, f"{least:,} to {most:,}")
+    least, most = int(0.9 * sum(kept.values())), int(1.05 * sum((kept | more).values()) + beside)
+    return expect(name, least <= found <= most, found, f"{least:,} to {most:,}")
 
 
 def evaluations(config: Config, steps: int) -> int:
@@ -86,10 +93,10 @@ def evaluations(config: Config, steps: int) -> int:
     return steps * max(solvers.evaluations(own.solver, own.splitting))
 
 
-def privacy(model: onnx.ModelProto) -> Check:
-    """No path of this machine, user name or stack trace in any text of the file."""
+def privacy(model: onnx.ModelProto, more: Iterable[str] = ()) -> Check:
+    """No path of this machine, user name or stack trace in any text of the file, or in what else was made of it."""
     labels = _labels(model)
-    for text in texts(model):
+    for text in (*texts(model), *more):
         for what, found in _private(text, labels):
             raise CheckFailed(f"check failed, nothing was written: the file would hold a {what}: {found[:80]!r}")
     return Check("private text", "none", "none")

@@ -125,6 +125,11 @@ class Job:
         return f"{self.name}-{self.integration.steps}steps{suffix}"
 
     @property
+    def _exits_inside(self) -> bool:
+        """Whether images are to exit inside the graph."""
+        return self.settings.format == "onnx-adaptive" or self.settings.source == "adaptive"
+
+    @property
     def quoted(self) -> str:
         return shlex.quote(str(self.target))
 
@@ -137,7 +142,7 @@ class Job:
             self.say(f"note: the guarantee was proven for {own.integration!s} in fp32, and does not cover this export")
         if policy.travel and self.integration.horizon != own.integration.horizon:
             rule = exits.RULES.get(policy.rule)
-            if self.settings.format == "onnx-adaptive" and rule is not None and rule.needs_travel:
+            if self._exits_inside and rule is not None and rule.needs_travel:
                 raise UserError(
                     f"the rule {policy.rule!r} needs the travel over a horizon of {self.integration.horizon:g}, and it "
                     f"was measured over {own.integration.horizon:g}: calibrate a bundle of that horizon first"
@@ -314,13 +319,16 @@ class Job:
             found, wanted = precision.count(graph), steps * precision.products(self.integration)
             self.passed(checks.expect("8-bit matrix products", found == wanted, found, wanted))
 
-    def check_depths(self, session: Any) -> None:
-        """Class and depth of images against the runtime: by the bundle's own threshold, a lower one, and a budget."""
+    def check_depths(self, session: Any, settable: bool = True) -> None:
+        """Class and depth of images against the runtime: by the bundle's own threshold, a lower one, and a budget.
+
+        Where threshold and budget are constants of the graph and not `settable`, by the bundle's own alone.
+        """
         own, steps = self.config.exit.threshold, self.integration.steps
         adaptive = exits.calibrated(self.config) and self.config.exit.rule != "fixed"
         cases = (
             [(own, steps), (own - abs(own) / 2, steps), (own, max(1, steps // 2))] if adaptive else [(np.inf, steps)]
-        )
+        )[: None if settable else 1]
         for batch in checks.BATCHES:
             for threshold, budget in cases:
                 pixels = self.images(batch)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...errors import UsageError, nearest
-from . import onnx_adaptive, onnx_unrolled, parts, tensorrt, triton
+from . import onnx_adaptive, onnx_unrolled, openvino, parts, tensorrt, triton
 from .format import COMMON, Format
 
 FORMATS: dict[str, Format] = {
-    module.FORMAT.name: module.FORMAT for module in (onnx_unrolled, onnx_adaptive, parts, tensorrt, triton)
+    module.FORMAT.name: module.FORMAT for module in (onnx_unrolled, onnx_adaptive, parts, openvino, tensorrt, triton)
 }
 
 

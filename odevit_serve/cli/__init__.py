@@ -37,6 +37,7 @@ EXTRAS = {  # extra -> the modules that show whether it is installed
     "ray": ("ray",),
     "parquet": ("pyarrow",),
     "grpc": ("grpc",),
+    "openvino": ("openvino",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx",),
     "triton": ("tritonclient",),

@@ -27,7 +27,9 @@ def export(
     with_attention: bool = typer.Option(False, "--with-attention", help="Add the output cls_attention."),
     batch: str = typer.Option("1,8,64", help="Smallest, usual and largest batch of an engine or server."),
     gpu: str = typer.Option("ada", help="GPU generation that TensorRT-RTX builds for."),
-    graph: str = typer.Option("unrolled", "--source", help="Graph of an engine: unrolled, parts or adaptive."),
+    graph: str = typer.Option(
+        "unrolled", "--source", help="Graph for openvino or tensorrt: unrolled, parts or adaptive."
+    ),
     check: str = typer.Option("runtime", help="Compare values with the runtime, or with torch beside it."),
     output: str = typer.Option(None, "--output", "-o", help="File (or folder) to write."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace what is there."),

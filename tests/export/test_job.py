@@ -337,7 +337,8 @@ def test_the_list_is_complete_and_needs_no_torch(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "module", "extra"), [("parts", "onnxscript", "export"), ("triton", "tritonclient", "triton")]
+    ("format", "module", "extra"),
+    [("parts", "onnxscript", "export"), ("triton", "tritonclient", "triton"), ("openvino", "openvino", "openvino")],
 )
 def test_a_missing_package_is_told_with_the_line_to_run(
     command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, format: str, module: str, extra: str
