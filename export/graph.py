@@ -1,8 +1,8 @@
 """The model as the graphs see it: CenterNorm folded into the matrices behind it, Q, K and V in one matrix.
 
-Everything here is plain torch, equal to `train.model` up to rounding. `Stem`, `Step` and `ClsAttention` are traced;
-every other graph is made of copies of those (`odevit_serve.runtime.graphs`).
-Shapes as there: B images, S tokens, D width, H heads, d = D/H; E hidden units of the MLP, C classes.
+Everything here is plain torch, equal to `train.model` up to rounding. `Stem`, `StepGraph` and `ClsAttention` are
+traced; every other graph is made of copies of those (`odevit_serve.runtime.graphs`). Shapes as there: B images, S
+tokens, D width, H heads, d = D/H; E hidden units of the MLP, C classes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..train.model import MLP, Attention, CenterNorm, ODEViT, plain, spread
+from ..train.model import MLP, CenterNorm, ODEViT, SelfAttention, plain, spread
 
 FAR = 1e30  # the margin of a model with a single class: there is no boundary
 TABULATED = 512  # classes up to which what depends on a class is kept as a table
@@ -47,7 +47,7 @@ def fold(norm: CenterNorm, matrix: Tensor, scale: float = 1.0) -> tuple[Tensor, 
 class FoldedAttention(nn.Module):
     """G. The softmax's scale is part of the query, or of the key where L2 attention ties both."""
 
-    def __init__(self, attention: Attention):
+    def __init__(self, attention: SelfAttention):
         super().__init__()
         self.heads, self.tied = attention.heads, attention.kind == "l2"
         size = attention.query.weight.shape[0] // self.heads
@@ -262,7 +262,7 @@ class Stem(nn.Module):
         return self.folded.begin(pixel_values)
 
 
-class Step(nn.Module):
+class StepGraph(nn.Module):
     """One Euler step of a size of its own for each image, with the numbers that exit rules look at.
 
     After those come the values between the pieces that steps of other solvers are made of.

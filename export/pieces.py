@@ -14,7 +14,7 @@ from ..bundle import STEP_OUTPUTS, Integration
 from ..files import atomic
 from ..runtime.graphs import NAMED, Parts, stem_graph, step_graph, write_metadata
 from ..train.model import ODEViT
-from .graph import ClsAttention, Folded, Stem, Step
+from .graph import ClsAttention, Folded, Stem, StepGraph
 from .onnx import halve
 from .tracing import trace
 
@@ -27,7 +27,7 @@ def traced(model: ODEViT) -> dict[str, onnx.ModelProto]:
     state = torch.zeros(2, shape.tokens, shape.width)
     images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size)
     stem = trace(Stem(folded), {"pixel_values": images}, ["state"])
-    step = trace(Step(folded), {"state": state, "step_size": torch.ones(2)}, [*STEP_OUTPUTS, *NAMED])
+    step = trace(StepGraph(folded), {"state": state, "step_size": torch.ones(2)}, [*STEP_OUTPUTS, *NAMED])
     _hide(step, NAMED)
     evaluated = {"attention": "state", "mlp": "state", "point": "state", "next": "next_state"}
     step.metadata_props.add(key="evaluated", value=json.dumps(evaluated))

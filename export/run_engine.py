@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
-from .formats.tensorrt import Engine
+from .formats.tensorrt import TensorRTEngine
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit("usage: python -m odevit_serve.export.run_engine FILE.engine")
     try:
-        engine = Engine(Path(sys.argv[1]))
+        engine = TensorRTEngine(Path(sys.argv[1]))
         shapes = {name: tuple(engine._engine.get_tensor_profile_shape(name, 0)[1]) for name in engine.inputs}
         arrays = {name: np.random.default_rng(0).normal(size=shape) for name, shape in shapes.items()}
         for name, value in engine.run(**arrays).items():

@@ -22,7 +22,7 @@ from ..guarantee.calibrate import calibrate, open_images
 from ..model_card import write_card
 from ..train.model import ODEViT
 from ..train.recipe import Teaching
-from ..train.val import NO_TEACHER, Asked, validate
+from ..train.val import NO_TEACHER, ValidationPlan, validate
 from . import parts
 from .job import install
 
@@ -72,7 +72,7 @@ def measure(
     `apart` are patterns of file names that are measured on their own; `full_size` is other data of the same classes.
     """
     own = bundle.read_config(folder).integration
-    rows = validate(str(folder), data, Asked(card=True), teacher)
+    rows = validate(str(folder), data, ValidationPlan(card=True), teacher)
     *fixed, early = rows
     longer = [row for row in fixed if row["horizon"] != own.horizon]
     fixed = [row for row in fixed if row["horizon"] == own.horizon]
@@ -94,7 +94,7 @@ def measure(
     }
     if teacher.used:
         found["test_accuracy_teacher"] = round(early["teacher_accuracy"], 4)
-    at_full_depth = Asked([own.steps])
+    at_full_depth = ValidationPlan([own.steps])
     sets = {glob.strip("-_*"): validate(str(folder), data, at_full_depth, teacher, only=glob)[0] for glob in apart}
     for key, name in (("accuracy", "test_accuracy_by_set"), ("teacher_accuracy", "test_accuracy_teacher_by_set")):
         if sets and key in full:

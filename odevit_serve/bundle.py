@@ -260,7 +260,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherFacts:
     """The ViT a student follows: enough to compare costs and to give credit."""
 
     name: str
@@ -285,7 +285,7 @@ class Config:
     class_ids: tuple[str, ...] = ()  # what the classes are called in the data, where labels are other names
     exit: ExitPolicy = field(default_factory=ExitPolicy)
     confidence: Confidence | None = None
-    teacher: Teacher | None = None
+    teacher: TeacherFacts | None = None
     division: Division | None = None  # of the data it was trained on
     exported_from: Integration | None = None  # in a single file: how the bundle it was made from integrates
     name: str = "ode-vit"

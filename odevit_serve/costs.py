@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .solvers import evaluations
 
 if TYPE_CHECKING:
-    from .bundle import Architecture, Integration, Teacher
+    from .bundle import Architecture, Integration, TeacherFacts
 
 
 def parameters(shape: Architecture) -> dict[str, int]:
@@ -45,7 +45,7 @@ def macs(shape: Architecture, integration: Integration, steps: float | None = No
     return macs_by_part(shape)["stem"] + steps * macs_per_step(shape, integration)
 
 
-def teacher_parameters(teacher: Teacher, student: Architecture) -> int:
+def teacher_parameters(teacher: TeacherFacts, student: Architecture) -> int:
     """Of a ViT of the teacher's shape, for the pictures, patches and classes of the student."""
     width, hidden = teacher.width, int(teacher.width * teacher.mlp_ratio)
     block = 4 * width**2 + 2 * width * hidden + 9 * width + hidden
@@ -54,7 +54,7 @@ def teacher_parameters(teacher: Teacher, student: Architecture) -> int:
     return teacher.layers * block + embedding + 2 * width + (width + 1) * student.classes
 
 
-def teacher_macs(teacher: Teacher, student: Architecture) -> int:
+def teacher_macs(teacher: TeacherFacts, student: Architecture) -> int:
     """Multiply-adds of that ViT for one image."""
     tokens, width, hidden = 1 + student.patches, teacher.width, int(teacher.width * teacher.mlp_ratio)
     block = 4 * tokens * width**2 + 2 * tokens**2 * width + 2 * tokens * width * hidden

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing, Teacher
+from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing, TeacherFacts
 from odevit_serve.errors import UsageError, UserError
 
 
@@ -18,7 +18,7 @@ def test_writing_and_reading_is_the_identity(tmp_path: Path) -> None:
         Integration(6.0, 5, "ab2", "lie"),
         Preprocessing((3, 64, 64), crop_pct=0.9),
         labels=("größe", "b"),
-        teacher=Teacher("x", accuracy=0.5),
+        teacher=TeacherFacts("x", accuracy=0.5),
         metrics={"test_accuracy": 0.25},
     )
     bundle.write_config(tmp_path, config)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odevit_serve import costs
-from odevit_serve.bundle import STEMS, Architecture, Config, Integration, Preprocessing, Teacher
+from odevit_serve.bundle import STEMS, Architecture, Config, Integration, Preprocessing, TeacherFacts
 from odevit_serve.solvers import SOLVERS, SPLITTINGS
 from odevit_serve.train.model import ODEViT
 
@@ -65,7 +65,7 @@ def test_a_step_costs_its_evaluations(solver: str, splitting: str) -> None:
 def test_a_teacher_costs_what_timm_says() -> None:
     import timm
 
-    shape, teacher = Architecture(32, 4, 48, 3, classes=7), Teacher("random", layers=3, width=48, heads=3)
+    shape, teacher = Architecture(32, 4, 48, 3, classes=7), TeacherFacts("random", layers=3, width=48, heads=3)
     vit = timm.models.VisionTransformer(
         img_size=32, patch_size=4, embed_dim=48, depth=3, num_heads=3, num_classes=7
     ).eval()  # fmt: skip

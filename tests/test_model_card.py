@@ -13,7 +13,7 @@ from odevit_serve.bundle import (
     ExitPolicy,
     Integration,
     Setting,
-    Teacher,
+    TeacherFacts,
     bundled,
     find,
     read_config,
@@ -39,7 +39,7 @@ def test_the_guarantee_the_teacher_and_the_costs() -> None:
     config = Config(
         labels=LABELS,
         exit=ExitPolicy("travel", 0.7, travel=(2.0, 1.0, 0.0), calibration=proof),
-        teacher=Teacher("vit", accuracy=0.9, time=1.5, license="mit", note="supervised"),
+        teacher=TeacherFacts("vit", accuracy=0.9, time=1.5, license="mit", note="supervised"),
         metrics={"validation_accuracy": 0.875},
     )
     text = card(config, "mine")

@@ -127,7 +127,7 @@ def transform(spec: Preprocessing, augment: str | None = None) -> Callable[[Imag
     )
 
 
-class Pictures(Dataset[tuple[Tensor, int, int, str]]):
+class PictureDataset(Dataset[tuple[Tensor, int, int, str]]):
     """Images behind a transform. An unreadable one is named, and the next readable one stands in for it."""
 
     def __init__(self, images: Images, spec: Preprocessing, augment: str | None = None, seed: int = 0, views: int = 0):
@@ -225,7 +225,7 @@ def _drawn(weights: np.ndarray, draws: int, random: np.random.Generator) -> np.n
 
 
 def loader(
-    pictures: Pictures, batch_size: int, seed: int = 0, shuffle: bool = False, workers: int = -1
+    pictures: PictureDataset, batch_size: int, seed: int = 0, shuffle: bool = False, workers: int = -1
 ) -> DataLoader[Batch]:
     if shuffle and pictures.weights is None and len(pictures) < batch_size:
         raise UserError(f"{len(pictures)} training images do not fill one batch of {batch_size}")
@@ -243,7 +243,7 @@ def loader(
     )
 
 
-def set_epoch(data: DataLoader[Batch], pictures: Pictures, epoch: int) -> None:
+def set_epoch(data: DataLoader[Batch], pictures: PictureDataset, epoch: int) -> None:
     pictures.epoch = epoch
     order = data.batch_sampler
     while not isinstance(order, Order):  # accelerate wraps it

@@ -54,21 +54,21 @@ def truncated(parameters: Sequence[Tensor], steps: int, settings: Training) -> A
     return step
 
 
-class Parts(tuple[Any, ...]):
+class JointState(tuple[Any, ...]):
     """Several values that a solver advances as one: state, adjoint and the gradients of the parameters."""
 
-    def __add__(self, other: Parts) -> Parts:  # type: ignore[override]
-        return Parts(a + b for a, b in zip(self, other))
+    def __add__(self, other: JointState) -> JointState:  # type: ignore[override]
+        return JointState(a + b for a, b in zip(self, other))
 
-    def __sub__(self, other: Parts) -> Parts:
-        return Parts(a - b for a, b in zip(self, other))
+    def __sub__(self, other: JointState) -> JointState:
+        return JointState(a - b for a, b in zip(self, other))
 
-    def __mul__(self, factor: float) -> Parts:  # type: ignore[override]
-        return Parts(factor * part for part in self)
+    def __mul__(self, factor: float) -> JointState:  # type: ignore[override]
+        return JointState(factor * part for part in self)
 
     __rmul__ = __mul__  # type: ignore[assignment]
 
-    def __truediv__(self, factor: float) -> Parts:
+    def __truediv__(self, factor: float) -> JointState:
         return self * (1 / factor)
 
 
@@ -136,7 +136,7 @@ class AdjointStep(torch.autograd.Function):
             if of_velocity is not None and splitting != "parallel":  # (following - x) / h
                 adjoint = adjoint + of_velocity / h
             attention, mlp = (augmented(f, record.parameters) for f in fields)
-            start = Parts((state, adjoint, *[0.0] * len(record.parameters)))
+            start = JointState((state, adjoint, *[0.0] * len(record.parameters)))
             state, adjoint, *found = back(start, (attention, mlp))
             state = record.kept.get(number - 1, state)
             if of_velocity is not None and splitting != "parallel":
@@ -167,9 +167,9 @@ def pull(f: Field, x: Tensor, adjoint: Tensor, parameters: Sequence[Tensor]) -> 
 def augmented(f: Field, parameters: Sequence[Tensor]) -> Field:
     """The field of (x, a, g): x' = f(x), a' = -a df/dx, g' = -a df/dtheta."""
 
-    def together(z: Parts) -> Parts:
+    def together(z: JointState) -> JointState:
         velocity, *pulled = pull(f, z[0], z[1], parameters)
-        return Parts((velocity, *(-part for part in pulled)))
+        return JointState((velocity, *(-part for part in pulled)))
 
     return together
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import bundle
 from ..data.datasets import Images
-from .batches import Pictures, loader
+from .batches import PictureDataset, loader
 from .teacher import Teacher
 
 
@@ -32,7 +32,7 @@ class Judge:
     ):
         self.machine, self.teacher = machine, teacher
         self.labelled = images.labels is not None
-        self.data: Any = machine.prepare_data_loader(loader(Pictures(images, spec), batch_size, workers=0))
+        self.data: Any = machine.prepare_data_loader(loader(PictureDataset(images, spec), batch_size, workers=0))
         self.score = "accuracy" if self.labelled else "agreement" if teacher else "certainty"
         self.answers: list[Tensor] = []
 

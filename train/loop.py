@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..errors import UserError
 from ..files import atomic
-from .batches import Batch, Pictures, Unreadable, loader, set_epoch
+from .batches import Batch, PictureDataset, Unreadable, loader, set_epoch
 from .muon import Muon
 from .progress import Say, bar, clock
 
@@ -122,7 +122,7 @@ def scheduler(optimizer: torch.optim.Optimizer, plan: Plan, total: int) -> torch
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / max(1, warmup)))
 
 
-class Metrics:
+class MetricsLog:
     """metrics.jsonl and TensorBoard, written by the main process only."""
 
     def __init__(self, folder: Path, keep: int, active: bool):
@@ -152,7 +152,7 @@ class Metrics:
 def fit(
     machine: Accelerator,
     objective: Objective,
-    pictures: Pictures,
+    pictures: PictureDataset,
     plan: Plan,
     folder: Path,
     validate: Callable[[nn.Module], dict[str, float]],
@@ -181,7 +181,7 @@ def fit(
         say(f"resuming at epoch {state.epoch + 1}, batch {state.batch + 1} of {per_epoch}")
     wrapped, data, *prepared = machine.prepare(objective, data, *steppers)
     forward = torch.compile(wrapped) if plan.compile else wrapped
-    metrics = Metrics(folder, state.lines, machine.is_main_process)
+    metrics = MetricsLog(folder, state.lines, machine.is_main_process)
     unreadable = Unreadable(len(pictures), say)
     saved = time.monotonic()
 

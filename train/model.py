@@ -59,7 +59,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """G: multi-head self-attention, by dot product or by (tied) L2 distance of query and key."""
 
     def __init__(self, shape: Architecture):
@@ -131,7 +131,7 @@ class Psi(nn.Module):
 
     def __init__(self, shape: Architecture):
         super().__init__()
-        self.attention = Attention(shape)
+        self.attention = SelfAttention(shape)
         self.mlp = MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:

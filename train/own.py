@@ -32,7 +32,7 @@ from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import atomic
 from ..schema import build
-from .batches import Pictures, loader
+from .batches import PictureDataset, loader
 from .features import balanced, class_mean, encoder, features, fit_head
 from .finish import Finished, finish
 from .loop import Plan, Progress, accelerator, fit
@@ -226,7 +226,7 @@ def fine_tune(job: OwnRun) -> None:
     """Train all of the student at a low rate, with views of the photographs and any number of steps."""
     wanted, learn, student = job.wanted, job.parts["train"], job.student
     settings = Training(batch_size=wanted.batch_size, lr=wanted.lr, seed=wanted.seed)
-    pictures = Pictures(learn.small, student.config.preprocessing, "photo", wanted.seed)
+    pictures = PictureDataset(learn.small, student.config.preprocessing, "photo", wanted.seed)
     pictures.weights = balanced(learn.labels, student.config.architecture.classes)
     objective = Distillation(student.to(job.machine.device), settings, LOSSES)
     judge = judged_by(job)
@@ -275,7 +275,7 @@ def fine_tune(job: OwnRun) -> None:
 def plan(
     job: OwnRun,
     objective: Distillation,
-    pictures: Pictures,
+    pictures: PictureDataset,
     judge: Callable[[nn.Module], dict[str, float]],
     before: Progress | None,
 ) -> bool:
@@ -303,7 +303,7 @@ def plan(
 
 
 def _paces(
-    job: OwnRun, objective: Distillation, pictures: Pictures, judge: Callable[[nn.Module], dict[str, float]]
+    job: OwnRun, objective: Distillation, pictures: PictureDataset, judge: Callable[[nn.Module], dict[str, float]]
 ) -> tuple[float, float]:
     """Seconds of a batch, at every number of steps once, and of a judgement. No weight is changed."""
     pictures.draws = job.wanted.batch_size * job.student.config.integration.steps

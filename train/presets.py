@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from ..bundle import Architecture, Config, Integration, Preprocessing, Teacher
+from ..bundle import Architecture, Config, Integration, Preprocessing, TeacherFacts
 
 _IMAGENET = Preprocessing((3, 224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 0.875)
 _HALF = Preprocessing((3, 32, 32))
-_DINO = Teacher("timm:vit_base_patch16_224.dino", 12, 768, 12, 4.0, license="apache-2.0")
-_TINY = Teacher("timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k", 12, 192, 3, 4.0, license="apache-2.0")
+_DINO = TeacherFacts("timm:vit_base_patch16_224.dino", 12, 768, 12, 4.0, license="apache-2.0")
+_TINY = TeacherFacts("timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k", 12, 192, 3, 4.0, license="apache-2.0")
 _PAPER = Integration(horizon=12.0, steps=24, splitting="lie")
 
 

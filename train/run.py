@@ -33,7 +33,7 @@ from ..data.datasets import Images, divide, open_splits
 from ..errors import UsageError
 from ..files import atomic
 from ..model_card import write_card
-from .batches import Pictures, loader
+from .batches import PictureDataset, loader
 from .curves import draw_curves
 from .judge import Judge
 from .loop import Plan, Progress, accelerator, fit
@@ -107,7 +107,7 @@ def train_stage(run: Run) -> Path:
     student = make_student(run, teacher, learning, validation)
     config = student.config
     times = follow(run, student, teacher, learning) if teacher else {}
-    pictures = Pictures(learning, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
+    pictures = PictureDataset(learning, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
     cache, show = remember(run, teacher, times, learning, config) if teacher else (None, None)
     weights = dataclasses.asdict(recipe.losses)
     objective = Distillation(student, settings, weights, teacher, times, cache, show)
@@ -156,7 +156,7 @@ def make_student(run: Run, teacher: Teacher | None, learning: Images, validation
         other = ODEViT.from_pretrained(settings.start)
         kept = start_from(student, other)
         if isinstance(student.patch, nn.Sequential):
-            few = loader(Pictures(learning.sample(256, settings.seed), config.preprocessing), 64)
+            few = loader(PictureDataset(learning.sample(256, settings.seed), config.preprocessing), 64)
             student.patch = (
                 with_norms(student.patch, (b.pixel_values for b in few)) if kept else normalised(student.patch)
             )
@@ -203,7 +203,7 @@ def remember(
     if spec.whole:
         side = spec.image_size or config.architecture.image_size
         seen = dataclasses.replace(seen, input_size=(3, side, side), crop_pct=1.0)
-        pictures = Pictures(learning, seen)
+        pictures = PictureDataset(learning, seen)
 
         def show(rows: Tensor) -> Tensor:
             return torch.stack([pictures[int(row)][0] for row in rows])
@@ -229,8 +229,8 @@ def _imitate(
     settings, spec = recipe.training, student.config.preprocessing
     plan = Plan(settings.start_epochs, settings.batch_size, settings.lr, 0.0, seed=settings.seed)
     say("the stem is of another shape than that of training.start: first it learns to do the same")
-    pictures = Pictures(learning, spec, recipe.data.augment, settings.seed)
-    imitate(student.patch, other.patch, machine, pictures, Pictures(validation, spec), plan, folder, say)
+    pictures = PictureDataset(learning, spec, recipe.data.augment, settings.seed)
+    imitate(student.patch, other.patch, machine, pictures, PictureDataset(validation, spec), plan, folder, say)
 
 
 def read_data(recipe: Recipe) -> tuple[Images, Images]:
@@ -275,7 +275,7 @@ def _times(
 ) -> dict[int, float]:
     """When each teacher layer should be reached; the distances between them are measured on some of the images."""
     few = images.sample(512, recipe.training.seed)
-    batches = loader(Pictures(few, config.preprocessing), 64)
+    batches = loader(PictureDataset(few, config.preprocessing), 64)
     distances = layer_distances(teacher, [batch.pixel_values.to(machine.device) for batch in batches])
     spec, own = recipe.teacher, config.integration
     times = layer_times(distances, own.horizon, spec.temperature, spec.layers)

@@ -37,7 +37,7 @@ from .recipe import Teaching
 class Teacher(nn.Module):
     """A plain ViT with a CLS token. `forward` gives logits, `states` what the student is to follow."""
 
-    def __init__(self, vit: VisionTransformer, facts: bundle.Teacher, preprocessing: Preprocessing | None = None):
+    def __init__(self, vit: VisionTransformer, facts: bundle.TeacherFacts, preprocessing: Preprocessing | None = None):
         super().__init__()
         self.vit, self.facts, self.preprocessing = vit, facts, preprocessing
 
@@ -111,10 +111,10 @@ def _must_be_plain(vit: Any, name: str) -> None:
         raise UserError(f"{name} normalises or embeds its patches in a way the student cannot copy")
 
 
-def _describe(vit: VisionTransformer, name: str, license: str = "") -> bundle.Teacher:
+def _describe(vit: VisionTransformer, name: str, license: str = "") -> bundle.TeacherFacts:
     block: Any = vit.blocks[0]
     ratio = block.mlp.fc1.out_features / vit.embed_dim
-    return bundle.Teacher(name, len(vit.blocks), vit.embed_dim, block.attn.num_heads, ratio, license=license)
+    return bundle.TeacherFacts(name, len(vit.blocks), vit.embed_dim, block.attn.num_heads, ratio, license=license)
 
 
 def _from_timm(name: str, shape: Architecture, drop_path: float) -> Teacher:
@@ -390,5 +390,5 @@ class TeacherCache:
         return torch.from_numpy(self.cls[where]).float().to(device), torch.from_numpy(self.logits[where]).to(device)
 
 
-def with_accuracy(facts: bundle.Teacher, accuracy: float | None, note: str = "") -> bundle.Teacher:
+def with_accuracy(facts: bundle.TeacherFacts, accuracy: float | None, note: str = "") -> bundle.TeacherFacts:
     return dataclasses.replace(facts, accuracy=accuracy, note=note or facts.note)

@@ -16,7 +16,7 @@ from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import atomic
 from ..schema import build
-from .batches import Pictures, Unreadable, loader
+from .batches import PictureDataset, Unreadable, loader
 from .features import Head, encoder, features, fit_head
 from .judge import Judge
 from .loop import Plan, fit
@@ -77,7 +77,7 @@ def _head_for(teacher: Teacher, classes: tuple[str, ...], keep: bool) -> None:
 def read_facts(teacher: Teacher, folder: Path) -> None:
     """What was written down of a trained teacher. Every process reads it: only the main one has measured it."""
     facts = json.loads((folder / "teacher.json").read_text())
-    teacher.facts = build(bundle.Teacher, facts["teacher"], "teacher")
+    teacher.facts = build(bundle.TeacherFacts, facts["teacher"], "teacher")
     teacher.preprocessing = build(bundle.Preprocessing, facts["preprocessing"], "preprocessing")
 
 
@@ -103,7 +103,7 @@ def probe(
                 return encode(pixels.to(machine.device))
 
             def batches() -> Iterator[Tensor]:
-                for batch in loader(Pictures(images, spec), 64):
+                for batch in loader(PictureDataset(images, spec), 64):
                     unreadable.add(batch.unreadable)
                     yield batch.pixel_values
 
@@ -175,7 +175,7 @@ def train_teacher(
         if hasattr(block, "fused_attn"):
             block.fused_attn = machine.device.type != "cpu"  # its gradient is slow there
     judge = Judge(validation, spec_of_pictures, spec.batch_size, None, machine)
-    pictures = Pictures(learning, spec_of_pictures, recipe.data.augment, recipe.training.seed)
+    pictures = PictureDataset(learning, spec_of_pictures, recipe.data.augment, recipe.training.seed)
 
     def keep(net: nn.Module, values: dict[str, float]) -> None:
         assert isinstance(net, Teacher)

@@ -25,7 +25,7 @@ from ..runtime import exits
 from ..runtime.model import load
 from ..runtime.results import Prediction
 from ..solvers import SOLVERS
-from .batches import Batch, Pictures, Unreadable, loader
+from .batches import Batch, PictureDataset, Unreadable, loader
 from .judge import judge
 from .model import ODEViT
 from .progress import Say
@@ -58,7 +58,7 @@ CARD_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 18, 24)
 
 
 @dataclass(frozen=True)
-class Asked:
+class ValidationPlan:
     """What `validate` measures: every pair of steps and horizon; empty: around the bundle's own."""
 
     steps: Sequence[int] = ()
@@ -97,7 +97,7 @@ class Trial(NamedTuple):
     pictures: str = "as they are"
 
 
-OWN, NO_TEACHER = Asked(), Teaching()
+OWN, NO_TEACHER = ValidationPlan(), Teaching()
 
 
 class Sums:
@@ -132,7 +132,7 @@ class Sums:
 def validate(
     source: str | None,
     data: str,
-    asked: Asked = OWN,
+    asked: ValidationPlan = OWN,
     teacher: Teaching = NO_TEACHER,
     split: str | None = None,
     limit: int = 0,
@@ -158,7 +158,7 @@ def validate(
     sums, answers, at_full_depth = [Sums(config.architecture.classes) for _ in trials], list[Tensor](), list[Tensor]()
     teachers = Sums(config.architecture.classes)
     unreadable = Unreadable(len(images), say)
-    for batch in _progress(loader(Pictures(images, config.preprocessing), batch_size), say):
+    for batch in _progress(loader(PictureDataset(images, config.preprocessing), batch_size), say):
         unreadable.add(batch.unreadable)
         if expert:
             answers.append(expert(whole(batch) if whole else batch.pixel_values))
@@ -212,7 +212,7 @@ def _images(config: Config, data: str, split: str | None, limit: int, say: Say, 
 def _whole(images: Images, config: Config, side: int) -> Callable[[Batch], Tensor]:
     """What a teacher sees that is shown the pictures themselves, not what the student sees of them."""
     seen = dataclasses.replace(config.preprocessing, input_size=(3, side, side), crop_pct=1.0)
-    pictures = Pictures(images, seen)
+    pictures = PictureDataset(images, seen)
     return lambda batch: torch.stack([pictures[int(row)][0] for row in batch.rows])
 
 
@@ -248,7 +248,7 @@ def by_step(
     if images.labels is None:
         raise UsageError(f"{data} has no labels to draw the curve by")
     right = torch.zeros(2 * own.steps, dtype=torch.double)
-    for batch in _progress(loader(Pictures(images, student.config.preprocessing), batch_size), say):
+    for batch in _progress(loader(PictureDataset(images, student.config.preprocessing), batch_size), say):
         for point in student.trajectory(student.stem(batch.pixel_values), len(right), 2 * own.horizon):
             right[point.step - 1] += (student.answer(point.state).argmax(-1) == batch.labels).sum()
     return (right / len(images)).tolist()

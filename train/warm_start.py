@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..bundle import Architecture
 from ..errors import UsageError
-from .batches import Batch, Pictures, loader
+from .batches import Batch, PictureDataset, loader
 from .loop import Objective, Plan, fit
 from .model import ODEViT, plain
 from .progress import Say
@@ -151,8 +151,8 @@ def imitate(
     stem: nn.Module,
     other: nn.Conv2d | nn.Sequential,
     machine: Accelerator,
-    pictures: Pictures,
-    held: Pictures,
+    pictures: PictureDataset,
+    held: PictureDataset,
     plan: Plan,
     folder: Path,
     say: Say,

@@ -138,8 +138,11 @@ def _profile(builder: Any, network: Any, batch: tuple[int, int, int]) -> Any:
     return profile
 
 
-class Engine:
-    """A built engine on the GPU: `Engine(path).run(pixel_values=images)`. Needs a GPU, and torch to hold its memory."""
+class TensorRTEngine:
+    """A built engine on the GPU: `TensorRTEngine(path).run(pixel_values=images)`.
+
+    It needs a GPU, and torch to hold its memory.
+    """
 
     def __init__(self, path: Path):
         if reason := no_cuda():

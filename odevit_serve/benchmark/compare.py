@@ -35,7 +35,7 @@ BATCHES = (1, 8, 32)
 LIBRARIES = ("odevit-serve", "onnxruntime", "numpy", "torch", "timm", "onnx")
 
 
-class Run(NamedTuple):
+class PassResult(NamedTuple):
     """What one pass over the pictures gave."""
 
     answers: Array  # [n]
@@ -49,14 +49,14 @@ class System:
 
     name: str
     where: str  # what runs it
-    run: Callable[[Array, int], Run]
+    run: Callable[[Array, int], PassResult]
     macs: Callable[[float | None], float]  # of one image, by its mean steps
     files: tuple[Path, ...] = ()
     cost: dict[str, Any] = field(default_factory=dict)  # the task for a fresh process; empty: not measured
     only: int | None = None  # the one batch size it is made for
 
 
-def sweep(slots: Slots, depth: Depth, pixels: Array) -> Run:
+def sweep(slots: Slots, depth: Depth, pixels: Array) -> PassResult:
     """All pictures through the slots, each admitted as soon as there is room."""
     answers, latencies, steps, at = np.empty(len(pixels), int), [], 0, 0
     while at < len(pixels) or slots.active:
@@ -68,10 +68,10 @@ def sweep(slots: Slots, depth: Depth, pixels: Array) -> Run:
             answers[outcome.job.key] = int(outcome.logits.argmax())
             latencies.append(outcome.seconds)
             steps += outcome.steps
-    return Run(answers, latencies, steps / len(pixels))
+    return PassResult(answers, latencies, steps / len(pixels))
 
 
-def in_batches(call: Callable[[Array], tuple[Array, Array | None]], pixels: Array, batch: int) -> Run:
+def in_batches(call: Callable[[Array], tuple[Array, Array | None]], pixels: Array, batch: int) -> PassResult:
     """All pictures through a function of a batch, which gives logits and, if they differ, steps."""
     answers, latencies, steps = [], [], []
     for at in range(0, len(pixels), batch):
@@ -81,15 +81,15 @@ def in_batches(call: Callable[[Array], tuple[Array, Array | None]], pixels: Arra
         answers.append(logits.argmax(-1))
         if depth is not None:
             steps.append(depth)
-    return Run(np.concatenate(answers), latencies, float(np.concatenate(steps).mean()) if steps else None)
+    return PassResult(np.concatenate(answers), latencies, float(np.concatenate(steps).mean()) if steps else None)
 
 
 def bundle_systems(model: BundleModel, threads: int) -> list[System]:
     """The runtime itself: full depth, and adaptive where the bundle is calibrated."""
     own, shape, slots = model.config.integration, model.config.architecture, dict[int, Slots]()
 
-    def run(depth: Depth) -> Callable[[Array, int], Run]:
-        def at(pixels: Array, batch: int) -> Run:
+    def run(depth: Depth) -> Callable[[Array, int], PassResult]:
+        def at(pixels: Array, batch: int) -> PassResult:
             if batch not in slots:
                 slots[batch] = model.slots(batch)
             return sweep(slots[batch], depth, pixels)
@@ -159,7 +159,7 @@ def fit_exponent(sizes: Sequence[float], times: Sequence[float]) -> float:
     return float((x * y).sum() / (x * x).sum())
 
 
-def row(system: System, batch: int, images: int, runs: list[tuple[float, Run]], peak: float) -> dict[str, Any]:
+def row(system: System, batch: int, images: int, runs: list[tuple[float, PassResult]], peak: float) -> dict[str, Any]:
     """Medians over the rounds, and their spread."""
     speeds = [images / seconds for seconds, _ in runs]
     latencies = [value for _, run in runs for value in run.latencies]
@@ -180,7 +180,7 @@ def row(system: System, batch: int, images: int, runs: list[tuple[float, Run]], 
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchmarkPlan:
     """How much is measured."""
 
     batches: tuple[int, ...] = BATCHES
@@ -192,12 +192,12 @@ class Plan:
     loads: int = 3  # fresh processes to load each system
 
 
-QUICK = Plan(pictures=32, rounds=3, judged=500, compiled=False, grown=3, loads=1)
+QUICK = BenchmarkPlan(pictures=32, rounds=3, judged=500, compiled=False, grown=3, loads=1)
 
 
 def run(
     source: str | None,
-    plan: Plan = QUICK,
+    plan: BenchmarkPlan = QUICK,
     images: Images | None = None,
     data: str | None = None,
     threads: int | None = None,
@@ -252,7 +252,7 @@ def run(
     return {**result, "left_out": left_out}
 
 
-def _measure(systems: list[System], plan: Plan, pixels: Array, threads: int, say: Say) -> dict[str, Any]:
+def _measure(systems: list[System], plan: BenchmarkPlan, pixels: Array, threads: int, say: Say) -> dict[str, Any]:
     pairs = {f"{s.name} / {s.where} / {b}": (s, b) for s in systems for b in plan.batches if s.only in (None, b)}
     calls: dict[str, Callable[[], Any]] = {"peak": lambda: fresh(threads, kind="peak")["macs_per_second"]}
     for name, (system, batch) in pairs.items():
@@ -272,7 +272,13 @@ def some_pixels(config: Config, count: int, images: Images | None, prepare: Call
 
 
 def growth(
-    model: BundleModel, plan: Plan, pixels: Array, threads: int, scratch: Path | None, left_out: list[str], say: Say
+    model: BundleModel,
+    plan: BenchmarkPlan,
+    pixels: Array,
+    threads: int,
+    scratch: Path | None,
+    left_out: list[str],
+    say: Say,
 ) -> list[dict[str, Any]]:
     """Time of a batch as it, the steps or the tokens grow, each with the fitted exponent."""
     own, batch = model.config.integration.steps, min(8, len(pixels))
@@ -332,7 +338,9 @@ def _add_costs(rows: list[dict[str, Any]], systems: list[System], config: Config
         entry |= known[entry["system"], entry["where"]]
 
 
-def _add_accuracy(result: dict[str, Any], systems: list[System], model: Any, images: Images, plan: Plan) -> None:
+def _add_accuracy(
+    result: dict[str, Any], systems: list[System], model: Any, images: Images, plan: BenchmarkPlan
+) -> None:
     labels = match_labels(images, model.config)
     count = min(plan.judged, len(images))
     if labels is None:

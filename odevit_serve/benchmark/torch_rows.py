@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .. import bundle, costs
-from ..bundle import Config, ExitPolicy, Teacher
+from ..bundle import Config, ExitPolicy, TeacherFacts
 from ..data import images
 from ..errors import UserError
 from ..export import parts
@@ -28,7 +28,7 @@ from ..runtime.results import Prediction
 from ..train.model import ODEViT
 from ..train.presets import PRESETS
 from ..train.run import silent
-from .compare import Array, Plan, Run, Say, System, bundle_systems, graph_system, in_batches, interleave
+from .compare import Array, BenchmarkPlan, PassResult, Say, System, bundle_systems, graph_system, in_batches, interleave
 
 if TYPE_CHECKING:
     from timm.models.vision_transformer import VisionTransformer
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def systems(
     folder: Path,
     config: Config,
-    plan: Plan,
+    plan: BenchmarkPlan,
     data: str | None,
     teacher_weights: Path | None,
     threads: int,
@@ -76,10 +76,10 @@ def systems(
     return found
 
 
-def vits(config: Config, left_out: list[str]) -> dict[str, Teacher]:
+def vits(config: Config, left_out: list[str]) -> dict[str, TeacherFacts]:
     """The shapes to compare with: the teacher's, and 12 layers of the model's own width."""
     own = config.architecture
-    equal = Teacher("", 12, own.width, own.heads, 4.0)
+    equal = TeacherFacts("", 12, own.width, own.heads, 4.0)
     taught = config.teacher
     if taught is None:
         left_out.append("A ViT of the teacher's size: the model has none.")
@@ -113,9 +113,9 @@ def open_vit(path: Path, shape: dict[str, Any], threads: int) -> Callable[[np.nd
 
 def _vit_systems(
     name: str,
-    shape: Teacher,
+    shape: TeacherFacts,
     config: Config,
-    plan: Plan,
+    plan: BenchmarkPlan,
     file: Path | None,
     threads: int,
     scratch: Path,
@@ -166,18 +166,20 @@ def _vit_systems(
     return found
 
 
-def teacher_time(folder: Path, teacher: Teacher, scratch: Path, images: int = 16, rounds: int = 9) -> float:
+def teacher_time(folder: Path, teacher: TeacherFacts, scratch: Path, images: int = 16, rounds: int = 9) -> float:
     """What one image costs the teacher in onnxruntime, in full depths of the bundle; both on one thread, in turns."""
     model = load_bundle(folder, threads=1)
     own, *_ = bundle_systems(model, 1)
-    vit, *_ = _vit_systems("teacher", teacher, model.config, Plan(compiled=False), None, 1, scratch, [], silent)
+    vit, *_ = _vit_systems(
+        "teacher", teacher, model.config, BenchmarkPlan(compiled=False), None, 1, scratch, [], silent
+    )
     pixels = np.random.default_rng(0).standard_normal((images, *model.config.preprocessing.input_size), np.float32)
     found = interleave({"own": lambda: own.run(pixels, 1), "teacher": lambda: vit.run(pixels, 1)}, rounds, silent)
     seconds = {name: statistics.median(took for took, _ in runs) for name, runs in found.items()}
     return seconds["teacher"] / seconds["own"]
 
 
-def _in_torch(vit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array, int], Run]:
+def _in_torch(vit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Array, int], PassResult]:
     def call(pixels: Array) -> tuple[Array, Array | None]:
         with torch.inference_mode():
             return vit(torch.from_numpy(pixels)).numpy(), None

@@ -54,7 +54,7 @@ def model(
     from ..benchmark.table import as_markdown, show
     from ..guarantee.calibrate import open_images
 
-    plan = measure.QUICK if quick else measure.Plan()
+    plan = measure.QUICK if quick else measure.BenchmarkPlan()
     if rounds is not None:
         plan = dataclasses.replace(plan, rounds=rounds)
     images = open_images(data, limit=max(plan.judged, plan.pictures)) if data else None

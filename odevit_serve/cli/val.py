@@ -39,10 +39,10 @@ def val(
     require("train")
     from ..train.curves import draw_depth
     from ..train.recipe import Teaching
-    from ..train.val import Asked, by_step, table, validate
+    from ..train.val import ValidationPlan, by_step, table, validate
 
     walked = by_step(model, data, split, limit, batch_size, say) if curve else []
-    asked = Asked([int(n) for n in numbers(steps)], numbers(horizons), solver, splitting, robustness, card)
+    asked = ValidationPlan([int(n) for n in numbers(steps)], numbers(horizons), solver, splitting, robustness, card)
     spec = Teaching(
         source=teacher or "",
         weights=str(teacher_weights or ""),

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from odevit_serve import cli, load
 from odevit_serve.benchmark import compare as benchmark
 from odevit_serve.benchmark import cost as benchmark_cost
-from odevit_serve.benchmark.compare import Plan, Run, System
+from odevit_serve.benchmark.compare import BenchmarkPlan, PassResult, System
 from odevit_serve.benchmark.table import as_markdown, cells
 from odevit_serve.guarantee.calibrate import open_images
 from odevit_serve.runtime.model import BundleModel
 
-TINY = Plan(batches=(1, 4), pictures=6, rounds=2, judged=10, compiled=False, grown=2, loads=1)
+TINY = BenchmarkPlan(batches=(1, 4), pictures=6, rounds=2, judged=10, compiled=False, grown=2, loads=1)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def test_fitted_exponent() -> None:
 
 
 def test_a_row_is_the_median_with_its_spread() -> None:
-    system = System("x", "y", lambda pixels, batch: Run(pixels, []), lambda steps: 1e6 * (steps or 0))
-    runs = [(seconds, Run(np.zeros(10), [seconds / 5] * 5, 3.0)) for seconds in (1.0, 0.5, 2.0)]
+    system = System("x", "y", lambda pixels, batch: PassResult(pixels, []), lambda steps: 1e6 * (steps or 0))
+    runs = [(seconds, PassResult(np.zeros(10), [seconds / 5] * 5, 3.0)) for seconds in (1.0, 0.5, 2.0)]
     got = benchmark.row(system, 2, 10, runs, peak=1e8)
     assert got["images_per_second"] == 10
     assert got["images_per_second_spread"] == [5, 20]
@@ -94,13 +94,13 @@ def test_a_fresh_process_is_measured(tiny_bundle: Path) -> None:
 
 def test_which_vits_it_is_compared_with() -> None:
     from odevit_serve.benchmark.torch_rows import vits
-    from odevit_serve.bundle import Architecture, Config, Teacher
+    from odevit_serve.bundle import Architecture, Config, TeacherFacts
 
     shape, said = Architecture(width=192, heads=3), list[str]()
     assert list(vits(Config(shape), said)) == ["timm ViT of equal width"]
-    same = vits(Config(shape, teacher=Teacher("t", 12, 192, 3, 4.0)), said)
+    same = vits(Config(shape, teacher=TeacherFacts("t", 12, 192, 3, 4.0)), said)
     assert list(same) == ["timm ViT of the teacher's size"]
-    assert len(vits(Config(shape, teacher=Teacher("t", 24, 192, 3, 4.0)), said)) == 2
+    assert len(vits(Config(shape, teacher=TeacherFacts("t", 24, 192, 3, 4.0)), said)) == 2
     assert len(said) == 2
 
 
@@ -113,7 +113,7 @@ def test_all_rows(
 
     from odevit_serve import bundle
     from odevit_serve.benchmark import torch_rows as benchmark_torch
-    from odevit_serve.bundle import Teacher
+    from odevit_serve.bundle import TeacherFacts
 
     # One ViT is enough here: the larger one only takes longer.
     monkeypatch.setattr(benchmark_torch, "vits", lambda config, left_out: {"a ViT": config.teacher})
@@ -122,7 +122,7 @@ def test_all_rows(
     folder.mkdir()
     for path in tiny_bundle.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    bundle.write_config(folder, bundle.read_config(folder).replace(teacher=Teacher("t", 2, 24, 1, 4.0)))
+    bundle.write_config(folder, bundle.read_config(folder).replace(teacher=TeacherFacts("t", 2, 24, 1, 4.0)))
     vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=1, num_classes=5)
     save_file(vit.state_dict(), tmp_path / "t.safetensors")
     images = open_images(str(data))

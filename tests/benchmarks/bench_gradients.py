@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from odevit_serve.data.datasets import pick
-from odevit_serve.train.batches import Pictures, loader
+from odevit_serve.train.batches import PictureDataset, loader
 from odevit_serve.train.gradients import GRADIENTS
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.objective import Distillation
@@ -67,7 +67,7 @@ def pictures(data: str | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     if data is None:
         return torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))
-    seen = Pictures(pick(data).sample(size, 0), ODEViT.from_pretrained("cifar10").config.preprocessing)
+    seen = PictureDataset(pick(data).sample(size, 0), ODEViT.from_pretrained("cifar10").config.preprocessing)
     batch = next(iter(loader(seen, size, workers=0)))
     return batch.pixel_values, batch.labels
 

@@ -21,7 +21,7 @@ from odevit_serve.data.datasets import Images, pick
 from odevit_serve.solvers import SOLVERS
 from odevit_serve.train.analysis import collect
 from odevit_serve.train.analysis import numbers as sections
-from odevit_serve.train.batches import Batch, Pictures, loader
+from odevit_serve.train.batches import Batch, PictureDataset, loader
 from odevit_serve.train.model import ODEViT
 
 EVALUATIONS = (2, 3, 4, 6, 8, 12, 16)
@@ -90,7 +90,7 @@ def main() -> None:
     for source in arguments.bundles:
         model = ODEViT.from_pretrained(source).requires_grad_(False)
         images = pick(arguments.data, "validation", model.config.division).sample(arguments.limit, 0)
-        parts = list(loader(Pictures(images, model.config.preprocessing), 50, workers=0))
+        parts = list(loader(PictureDataset(images, model.config.preprocessing), 50, workers=0))
         right, evaluations, differs, rule = exits(model, images, parts)
         print(
             f"{source}: accuracy {right:.1%}, {evaluations:.2f} evaluations at 1% ({differs:.1%} differ, {rule})",

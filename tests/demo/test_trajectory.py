@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from odevit_serve import load
-from odevit_serve.bundle import Teacher
+from odevit_serve.bundle import TeacherFacts
 from odevit_serve.demo import html as cards
 from odevit_serve.demo import plots, trajectory
 from odevit_serve.demo.trajectory import Choice
@@ -117,7 +117,7 @@ def test_the_cost_against_the_teacher_is_in_time_too_where_the_bundle_has_it(eng
 
     run = trajectory.run(engine, "tiny", picture(), Choice())
     for time, words in ((None, "not measured"), (4.0, "50% less <span>(about 40.0 ms)</span>")):
-        config = run.config.replace(teacher=Teacher("timm:vit.tag", time=time))
+        config = run.config.replace(teacher=TeacherFacts("timm:vit.tag", time=time))
         shown = cards.answer(replace(run, config=config, seconds=0.02, full_seconds=0.01))
         assert words in shown, time
         assert ">vit</span>" in shown

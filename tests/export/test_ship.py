@@ -12,12 +12,12 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
-from odevit_serve.bundle import Division, Teacher, read_config
+from odevit_serve.bundle import Division, TeacherFacts, read_config
 from odevit_serve.errors import UsageError
 from odevit_serve.export import parts
 from odevit_serve.export.ship import measure, ship
 from odevit_serve.train.recipe import Teaching
-from odevit_serve.train.val import NO_TEACHER, Asked, validate
+from odevit_serve.train.val import NO_TEACHER, ValidationPlan, validate
 
 
 def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     np.savez(data, x_train=x[:1000], y_train=y[:1000], x_test=x[1000:], y_test=y[1000:])
     model = tiny_model(calibrated=False, stem="convolutions")
     division = Division(0.5, own_validation=False)
-    model.config = model.config.replace(teacher=Teacher("file", 3, 24, 3, 2.0), division=division)
+    model.config = model.config.replace(teacher=TeacherFacts("file", 3, 24, 3, 2.0), division=division)
     model.save_pretrained(tmp_path / "run")
     teacher = str(tmp_path / "teacher.safetensors")
     vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=1, mlp_ratio=2, num_classes=5)
@@ -49,11 +49,11 @@ def test_a_run_becomes_a_model_in_the_box(tmp_path: Path) -> None:
     assert "A note." in text
     assert "in full depths of this model | 1 | " in text
     assert "Teacher: vit, licence mit." in text
-    (row,) = validate(str(tmp_path / "box"), str(data), Asked([8]), Teaching(weights=teacher))
+    (row,) = validate(str(tmp_path / "box"), str(data), ValidationPlan([8]), Teaching(weights=teacher))
     assert config.metrics["accuracy_by_steps"]["8"] == round(row["accuracy"], 4)
     assert config.metrics["test_accuracy_teacher"] == round(row["teacher_accuracy"], 4)
     longer = config.integration.horizon * 1.5
-    (row,) = validate(str(tmp_path / "box"), str(data), Asked([12], [longer]))
+    (row,) = validate(str(tmp_path / "box"), str(data), ValidationPlan([12], [longer]))
     assert config.metrics[f"test_accuracy_horizon_{longer:g}"] == round(row["accuracy"], 4)
     assert config.metrics["test_images"] == 40
     assert 1 <= config.metrics["test_mean_steps_adaptive"] <= 8

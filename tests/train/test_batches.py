@@ -15,7 +15,7 @@ from PIL import Image
 from odevit_serve.bundle import Preprocessing
 from odevit_serve.data.datasets import Images, open_splits
 from odevit_serve.errors import UserError
-from odevit_serve.train.batches import Order, Pictures, Unreadable, loader, set_epoch, transform
+from odevit_serve.train.batches import Order, PictureDataset, Unreadable, loader, set_epoch, transform
 
 SPEC = Preprocessing((3, 16, 16), (0.5, 0.4, 0.3), (0.5, 0.25, 0.2), "bicubic", 0.875)
 
@@ -44,7 +44,7 @@ def test_the_evaluation_transform_is_timms() -> None:
 
 @pytest.mark.parametrize("augment", ["none", "flip", "crop-flip", "trivial", "randaugment", "imagenet"])
 def test_augmentation_is_a_function_of_seed_epoch_and_image(augment: str) -> None:
-    first, second = (Pictures(images(), SPEC, augment, seed=3) for _ in range(2))
+    first, second = (PictureDataset(images(), SPEC, augment, seed=3) for _ in range(2))
     first.epoch = second.epoch = 4
     torch.manual_seed(1)
     a = first[5][0]
@@ -59,13 +59,13 @@ def test_augmentation_is_a_function_of_seed_epoch_and_image(augment: str) -> Non
         assert any(not torch.equal(variants[0], other) for other in variants[1:])
 
 
-def view_at(pictures: Pictures, epoch: int) -> torch.Tensor:
+def view_at(pictures: PictureDataset, epoch: int) -> torch.Tensor:
     pictures.epoch = epoch
     return pictures[0][0]
 
 
 def test_views_come_back_mirrored_every_second_time() -> None:
-    pictures = Pictures(images(), SPEC, "crop-flip", views=3)
+    pictures = PictureDataset(images(), SPEC, "crop-flip", views=3)
     first, other, again, later = (view_at(pictures, epoch) for epoch in (1, 2, 4, 7))
     torch.testing.assert_close(again, first.flip(-1), rtol=0, atol=0)
     torch.testing.assert_close(later, first, rtol=0, atol=0)
@@ -74,13 +74,13 @@ def test_views_come_back_mirrored_every_second_time() -> None:
 
 @pytest.mark.parametrize(("augment", "views"), [("none", 3), (None, 3), ("crop-flip", 0)])
 def test_nothing_is_mirrored_that_was_not_asked_for(augment: str | None, views: int) -> None:
-    pictures = Pictures(images(), SPEC, augment, views=views)
-    fresh = Pictures(images(), SPEC, augment)
+    pictures = PictureDataset(images(), SPEC, augment, views=views)
+    fresh = PictureDataset(images(), SPEC, augment)
     torch.testing.assert_close(view_at(pictures, 4), view_at(fresh, 4), rtol=0, atol=0)
 
 
 def test_reading_does_not_disturb_the_global_random_state() -> None:
-    pictures = Pictures(images(), SPEC, "trivial")
+    pictures = PictureDataset(images(), SPEC, "trivial")
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def test_the_order_is_a_permutation_by_seed_and_epoch() -> None:
 def test_workers_give_the_same_batches() -> None:
     batches = []
     for workers in (0, 2):
-        pictures = Pictures(images(), SPEC, "crop-flip")
+        pictures = PictureDataset(images(), SPEC, "crop-flip")
         data = loader(pictures, 4, shuffle=True, workers=workers)
         set_epoch(data, pictures, 2)
         batches.append([b.pixel_values for b in data])
@@ -111,13 +111,13 @@ def test_workers_give_the_same_batches() -> None:
 
 
 def test_an_unreadable_picture_is_named_and_replaced() -> None:
-    pictures = Pictures(images(bad=(3, 4)), SPEC)
+    pictures = PictureDataset(images(bad=(3, 4)), SPEC)
     pixels, label, row, problem = pictures[3]
     assert (label, row) == (5 % 3, 3)
     assert problem == "3.png (OSError)"
     torch.testing.assert_close(pixels, pictures[5][0])
     with pytest.raises(UserError, match="none of the images"):
-        Pictures(images(bad=tuple(range(12))), SPEC)[0]
+        PictureDataset(images(bad=tuple(range(12))), SPEC)[0]
 
 
 def test_more_than_one_percent_unreadable_ends_the_run() -> None:
@@ -132,19 +132,19 @@ def test_more_than_one_percent_unreadable_ends_the_run() -> None:
 
 def test_too_few_images_for_a_batch() -> None:
     with pytest.raises(UserError, match="12 training images do not fill one batch of 64"):
-        loader(Pictures(images(), SPEC), 64, shuffle=True)
+        loader(PictureDataset(images(), SPEC), 64, shuffle=True)
 
 
 def test_unlabelled_pictures_have_label_minus_one() -> None:
     bare = dataclasses.replace(images(), labels=None, classes=())
-    assert Pictures(bare, SPEC)[0][1] == -1
+    assert PictureDataset(bare, SPEC)[0][1] == -1
 
 
 def test_real_imagenette_is_read_from_its_zip(real_data: Path) -> None:
     splits = open_splits(real_data / "imagenette.zip")
     assert (len(splits["train"]), len(splits["val"])) == (9469, 3925)
     spec = Preprocessing((3, 160, 160))
-    assert Pictures(splits["val"], spec)[7][0].shape == (3, 160, 160)
+    assert PictureDataset(splits["val"], spec)[7][0].shape == (3, 160, 160)
 
 
 @settings(max_examples=40, deadline=None)

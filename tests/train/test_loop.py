@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from odevit_serve.errors import UserError
 from odevit_serve.train.loop import (
-    Metrics,
+    MetricsLog,
     Objective,
     Plan,
     Progress,
@@ -105,10 +105,10 @@ def test_terms_are_weighed_and_one_that_is_not_finite_is_named() -> None:
 
 
 def test_metrics_of_a_resumed_run_go_on_where_its_checkpoint_was(tmp_path: Path) -> None:
-    first = Metrics(tmp_path, 0, active=True)
+    first = MetricsLog(tmp_path, 0, active=True)
     for step in range(5):
         first.write(step, {"loss": float(step)})
-    again = Metrics(tmp_path, 3, active=True)
+    again = MetricsLog(tmp_path, 3, active=True)
     again.write(3, {"loss": 30.0})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [0.0, 1.0, 2.0, 30.0]

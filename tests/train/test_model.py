@@ -14,7 +14,7 @@ from torch import nn
 
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
 from odevit_serve.errors import UserError
-from odevit_serve.train.model import Attention, CenterNorm, ODEViT, normalised, spread
+from odevit_serve.train.model import CenterNorm, ODEViT, SelfAttention, normalised, spread
 
 
 def make(seed: int = 0, **changes: object) -> ODEViT:
@@ -55,7 +55,7 @@ def test_every_projection_starts_with_spectral_norm_one(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dot", "l2"])
 @torch.no_grad()
 def test_attention_is_its_maps_times_the_values(kind: str) -> None:
-    attention = Attention(Architecture(16, 4, 24, 3, attention=kind))
+    attention = SelfAttention(Architecture(16, 4, 24, 3, attention=kind))
     for matrix in (attention.query, attention.key, attention.value):
         matrix.weight.mul_(3)
     x = torch.randn(2, 17, 24)
@@ -68,7 +68,7 @@ def test_attention_is_its_maps_times_the_values(kind: str) -> None:
 
 @torch.no_grad()
 def test_l2_attention_by_brute_force() -> None:
-    attention = Attention(Architecture(16, 4, 24, 3, attention="l2"))
+    attention = SelfAttention(Architecture(16, 4, 24, 3, attention="l2"))
     attention.query.weight.mul_(4)
     x = torch.randn(1, 5, 24)
     q = attention.split(attention.query(attention.norm(x)))

@@ -24,7 +24,7 @@ from odevit_serve.bundle import read_config
 from odevit_serve.guarantee.calibrate import images_needed
 from odevit_serve.runtime.model import load_bundle
 from odevit_serve.train import own
-from odevit_serve.train.batches import Pictures
+from odevit_serve.train.batches import PictureDataset
 from odevit_serve.train.finish import Confusion, Finished, interval, smallest_epsilon, worst_pair
 from odevit_serve.train.model import ODEViT
 
@@ -117,15 +117,15 @@ def test_one_command_from_photographs_to_a_served_model(
 def test_an_interrupted_run_leaves_a_complete_bundle_and_goes_on(
     photos: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, real, seen = tmp_path / "mine", Pictures.__getitem__, [0]
+    run, real, seen = tmp_path / "mine", PictureDataset.__getitem__, [0]
 
-    def read(self: Pictures, row: int) -> object:
+    def read(self: PictureDataset, row: int) -> object:
         seen[0] += 1
         if seen[0] == 150:  # in the second epoch
             raise KeyboardInterrupt
         return real(self, row)
 
-    monkeypatch.setattr(Pictures, "__getitem__", read)
+    monkeypatch.setattr(PictureDataset, "__getitem__", read)
     code, said = command(photos, "--start", start, "--epochs", "3", "--batch-size", "16", "-o", run)
     assert code == 130
     assert "interrupted: the best so far becomes the bundle" in said

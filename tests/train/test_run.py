@@ -26,7 +26,7 @@ from timm.models.vision_transformer import VisionTransformer
 from odevit_serve import bundle as bundles
 from odevit_serve import cli
 from odevit_serve.bundle import Preprocessing, read_config
-from odevit_serve.train.batches import Pictures
+from odevit_serve.train.batches import PictureDataset
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.recipe import GRADIENTS, read_recipe
 from odevit_serve.train.run import read_data
@@ -410,7 +410,7 @@ def test_another_seed_shows_other_views_and_sets_the_same_images_aside(data: Pat
     )
     assert [part.names for part in one] == [part.names for part in two]
     assert one[1].names != three[1].names
-    first, second = (Pictures(one[0], Preprocessing((3, 16, 16)), "crop-flip", seed) for seed in (0, 1))
+    first, second = (PictureDataset(one[0], Preprocessing((3, 16, 16)), "crop-flip", seed) for seed in (0, 1))
     assert any(not torch.equal(first[row][0], second[row][0]) for row in range(8))
 
 

@@ -19,7 +19,7 @@ from odevit_serve.export import parts
 from odevit_serve.train.batches import Batch
 from odevit_serve.train.curves import draw_depth
 from odevit_serve.train.recipe import Teaching
-from odevit_serve.train.val import SPOILT, Asked, Sums, by_step, known_images, table, validate
+from odevit_serve.train.val import SPOILT, Sums, ValidationPlan, by_step, known_images, table, validate
 
 
 @pytest.fixture
@@ -34,10 +34,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_row_for_each_pair_on_the_test_split(folder: Path) -> None:
-    rows = validate(str(folder / "model"), str(folder / "data.npz"), Asked([4, 8], [2.0, 4.0]), batch_size=7)
+    rows = validate(str(folder / "model"), str(folder / "data.npz"), ValidationPlan([4, 8], [2.0, 4.0]), batch_size=7)
     assert [(r["steps"], r["horizon"], r["images"]) for r in rows] == [(4, 2, 20), (8, 2, 20), (4, 4, 20), (8, 4, 20)]
     assert all(r["accuracy"] <= r["accuracy@3"] <= r["accuracy@5"] == 1.0 for r in rows)
-    one = validate(str(folder / "model"), str(folder / "data.npz"), Asked([8]), split="train", limit=4)
+    one = validate(str(folder / "model"), str(folder / "data.npz"), ValidationPlan([8]), split="train", limit=4)
     assert one[0]["images"] == 4
 
 
@@ -55,16 +55,18 @@ def test_early_exit_is_a_row_of_a_calibrated_bundle(folder: Path) -> None:
     expected = [-np.log(a.probabilities[y]) for a, y in zip(answers, images.labels)]
     assert early["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
     assert early["steps"] < 8  # otherwise nothing above has been shown
-    assert {r["depth"] for r in validate(str(model), data, Asked([8]))} == {"fixed"}  # asked for something else
+    assert {r["depth"] for r in validate(str(model), data, ValidationPlan([8]))} == {
+        "fixed"
+    }  # asked for something else
 
 
 def test_robustness_adds_solvers_and_worse_pictures(folder: Path) -> None:
-    rows = validate(str(folder / "model"), str(folder / "data.npz"), Asked([8], robustness=True))
+    rows = validate(str(folder / "model"), str(folder / "data.npz"), ValidationPlan([8], robustness=True))
     assert [r["solver"] for r in rows[:5]] == ["euler", "ab2", "midpoint", "heun", "rk4"]
     assert [r["pictures"] for r in rows[5:]] == list(SPOILT)
     losses = [r["loss"] for r in rows]
     assert len(set(losses)) == len(losses)  # each row is computed by itself
-    again = validate(str(folder / "model"), str(folder / "data.npz"), Asked([8], robustness=True))
+    again = validate(str(folder / "model"), str(folder / "data.npz"), ValidationPlan([8], robustness=True))
     assert again == rows  # noise included
 
 
@@ -74,9 +76,9 @@ def test_the_curve_goes_on_past_the_horizon_in_steps_of_the_same_size(folder: Pa
     own = tiny_model().config.integration
     assert len(walked) == 2 * own.steps
     for steps in (1, own.steps, own.steps * 3 // 2):
-        (row,) = validate(model, data, Asked([steps], [steps * own.step_size]))
+        (row,) = validate(model, data, ValidationPlan([steps], [steps * own.step_size]))
         assert walked[steps - 1] == pytest.approx(row["accuracy"])
-    rows = validate(model, data, Asked(robustness=True))
+    rows = validate(model, data, ValidationPlan(robustness=True))
     draw_depth(walked, rows, own, folder / "new" / "curve.png")
     with Image.open(folder / "new" / "curve.png") as picture:
         assert picture.format == "PNG"
@@ -119,8 +121,8 @@ def test_the_table_fits_a_narrow_terminal(folder: Path, capsys: pytest.CaptureFi
         ("bare.npz", {}, "has no labels: name a teacher"),
         ("more.npz", {}, "the data has 6 classes, the model 5, and no name in common"),
         ("data.npz", {"split": "val"}, "has no split 'val', only train, test"),
-        ("data.npz", {"asked": Asked(solver="eular")}, "unknown solver 'eular'"),
-        ("data.npz", {"asked": Asked([0])}, "steps must be at least 1, not 0"),
+        ("data.npz", {"asked": ValidationPlan(solver="eular")}, "unknown solver 'eular'"),
+        ("data.npz", {"asked": ValidationPlan([0])}, "steps must be at least 1, not 0"),
     ],
 )
 def test_bad_settings(folder: Path, data: str, settings: dict[str, object], message: str) -> None:

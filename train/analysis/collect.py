@@ -25,7 +25,7 @@ from ... import __version__
 from ...data.datasets import Images, pick
 from ...files import atomic
 from ...guarantee.calibrate import match_labels
-from ..batches import Batch, Order, Pictures, Unreadable, collate
+from ..batches import Batch, Order, PictureDataset, Unreadable, collate
 from ..loop import Say
 from ..losses import error_bound
 from ..model import ODEViT
@@ -110,7 +110,7 @@ class Study:
 
     def _batches(self, name: str, limit: int | None) -> Iterator[Batch]:
         count = len(self.images) if limit is None else min(limit, len(self.images))
-        pictures = Pictures(self.images.subset(np.arange(count)), self.model.config.preprocessing)
+        pictures = PictureDataset(self.images.subset(np.arange(count)), self.model.config.preprocessing)
         size, place = min(self.batch_size, max(1, count // self.place.num_processes)), self.place
         order = list(Order(count, size, 0, False))[place.process_index :: place.num_processes]
         workers = 0 if self.images.in_memory else min(4, os.cpu_count() or 1)

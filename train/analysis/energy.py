@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..model import Attention
+from ..model import SelfAttention
 
 
-def energy(attention: Attention, x: Tensor, keys: Tensor | None = None) -> Tensor:
+def energy(attention: SelfAttention, x: Tensor, keys: Tensor | None = None) -> Tensor:
     """-1/beta log sum_j exp(beta q.k_j) + |q|^2 / 2 of every token of x [B,S,D] in every head: [B,H,S].
 
     q and k are the head's queries and keys, beta = 1 / sqrt(d). `keys` is the state that the keys are taken from, where

@@ -57,7 +57,7 @@ class AskedAttention(Asked):
     step: int | None = Field(None, ge=0, le=10**6, description="After which step; left out: where it exits.")
 
 
-class Pictures(BaseModel):
+class PicturesBody(BaseModel):
     """Pictures in JSON: base64, one or several."""
 
     image: str | None = None
@@ -73,11 +73,11 @@ class Pictures(BaseModel):
             raise UsageError("image must be base64: file names and addresses are not opened") from None
 
 
-class PredictionBody(Pictures, AskedPrediction):
+class PredictionBody(PicturesBody, AskedPrediction):
     pass
 
 
-class AttentionBody(Pictures, AskedAttention):
+class AttentionBody(PicturesBody, AskedAttention):
     pass
 
 

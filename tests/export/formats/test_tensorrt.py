@@ -137,5 +137,5 @@ def test_an_engine_on_a_gpu_equals_torch(trt: Any, graph: Make, tmp_path: Path) 
     images = torch.randn(3, 3, 16, 16)
     with torch.no_grad():
         np.testing.assert_allclose(
-            tensorrt.Engine(path).run(pixel_values=images.numpy())["logits"], model(images), atol=1e-2
+            tensorrt.TensorRTEngine(path).run(pixel_values=images.numpy())["logits"], model(images), atol=1e-2
         )

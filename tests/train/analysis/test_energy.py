@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from odevit_serve.bundle import Architecture
 from odevit_serve.train.analysis.energy import energy
-from odevit_serve.train.model import Attention
+from odevit_serve.train.model import SelfAttention
 
 WIDTH, HEADS = 12, 3
 
 
-def tied(kind: str = "dot") -> Attention:
+def tied(kind: str = "dot") -> SelfAttention:
     """Queries, keys and values are the centred state itself, symmetric projections: each head retrieves patterns."""
-    attention = Attention(Architecture(8, 4, WIDTH, HEADS, attention=kind)).double()
+    attention = SelfAttention(Architecture(8, 4, WIDTH, HEADS, attention=kind)).double()
     with torch.no_grad():
         for matrix in (attention.query, attention.key, attention.value, attention.output):
             matrix.weight.copy_(torch.eye(WIDTH))
