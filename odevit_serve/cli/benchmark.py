@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import UsageError
+from ..files import atomic
 from . import app, require, say
 
 
@@ -33,6 +34,8 @@ benchmark = typer.Typer(
 )
 app.add_typer(benchmark, name="benchmark")
 
+OUTPUT, AS_JSON = "Write everything to this file as JSON, too.", "Print JSON to stdout instead of the table."
+
 
 @benchmark.command()
 def model(
@@ -44,7 +47,8 @@ def model(
     ),
     threads: int = typer.Option(None, "--threads", min=1, help="Of every system; default: one a core."),
     rounds: int = typer.Option(None, "--rounds", min=1, max=99, help="Default: 7, with --quick 3."),
-    as_json: Path = typer.Option(None, "--json", metavar="FILE", help="Write everything as JSON; - prints it instead."),
+    output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
+    as_json: bool = typer.Option(False, "--json", help=AS_JSON),
     markdown: Path = typer.Option(None, "--markdown", metavar="FILE", help="Write the table as Markdown."),
 ) -> None:
     """Time, memory, size and accuracy of this model in all its forms, beside plain ViTs in onnxruntime and torch."""
@@ -66,15 +70,10 @@ def model(
     words += [f"--threads {threads}"] if threads else []
     words += [f"--rounds {rounds}"] if rounds else []
     result = {"command": " ".join(words), **result}
-    text = json.dumps(result, indent=2) + "\n"
     if markdown is not None:
         markdown.write_text(as_markdown(result), encoding="utf-8")
-    if as_json is not None and str(as_json) == "-":
-        typer.echo(text, nl=False)
-        return
-    if as_json is not None:
-        as_json.write_text(text, encoding="utf-8")
-    show(result)
+    if not _written(result, output, as_json):
+        show(result)
 
 
 @benchmark.command()
@@ -89,8 +88,8 @@ def serve(
     systems: str = typer.Option(
         None, "--systems", help="Of continuous,synchronous,fixed,litserve,in-process,cnn; default: all."
     ),
-    output: Path = typer.Option(None, "--output", "-o", help="Write the JSON here as well."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout instead of the table."),
+    output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
+    as_json: bool = typer.Option(False, "--json", help=AS_JSON),
 ) -> None:
     """Compare this engine with batch-synchronous exit, fixed depth, LitServe and no server: images/s, latency, CPU."""
     require("export")
@@ -121,11 +120,7 @@ def serve(
     kind = "random weights, no trained model" if model == "random" else "bundle"
     result = {"model": loaded.config.name, "kind": kind, "depths": spread, **result}
     result["pictures"] = "from a folder" if pictures else "made up"
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    else:
+    if not _written(result, output, as_json):
         _print(result, measure.SYSTEMS)
 
 
@@ -140,7 +135,8 @@ def own(
     start: str = typer.Option("", "--start", metavar="BUNDLE", help="As of `train`."),
     leave_out: list[str] = typer.Option([], "--leave-out", metavar="KIND", help="Not to be drawn; repeatable."),
     teacher_weights: Path = typer.Option(None, "--teacher-weights", help="ViT-Ti/16 in timm's names: its probe, too."),
-    as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout instead of the table."),
+    output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
+    as_json: bool = typer.Option(False, "--json", help=AS_JSON),
 ) -> None:
     """Run `train` on some photographs of a folder, and measure it on others, beside simpler ways."""
     require("train")
@@ -150,8 +146,7 @@ def own(
     task = measure.Task(kinds, photographs, held_out, minutes, seed, start, tuple(leave_out))
     with tempfile.TemporaryDirectory() as scratch:
         result = measure.run(data, task, teacher_weights, Path(scratch), say)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
+    if _written(result, output, as_json):
         return
     from rich.console import Console
     from rich.table import Table
@@ -169,6 +164,17 @@ def own(
         between = f"{low:.1%} to {high:.1%}"
         table.add_row(row["name"], f"{row['accuracy']:.1%}", between, steps, f"{row['macs'] / 1e6:,.0f}")
     console.print(table)
+
+
+def _written(result: dict[str, Any], output: Path | None, as_json: bool) -> bool:
+    """Write the result where it is wanted; whether it went to stdout."""
+    text = json.dumps(result, indent=2)
+    if output is not None:
+        with atomic(output) as path:
+            path.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+    return as_json
 
 
 def _numbers(text: str) -> list[int]:

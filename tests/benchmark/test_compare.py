@@ -155,12 +155,14 @@ def test_without_torch_the_rest_is_measured(tiny_bundle: Path, tmp_path: Path) -
         "import sys; sys.modules['torch'] = None\n"
         "from odevit_serve.benchmark import compare as benchmark; import dataclasses\n"
         "benchmark.QUICK = dataclasses.replace(benchmark.QUICK, batches=(1, 2), pictures=2, rounds=1, grown=2)\n"
-        f"sys.argv = ['odevit-serve', 'benchmark', {str(tiny_bundle)!r}, '--quick', '--threads', '1', '--json', '-']\n"
+        f"sys.argv = ['odevit-serve', 'benchmark', {str(tiny_bundle)!r}, '--quick', '--threads', '1']\n"
+        "sys.argv += ['--json', '--output', 'all.json']\n"
         "from odevit_serve.cli import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     got = json.loads(done.stdout)
+    assert json.loads((tmp_path / "all.json").read_text()) == got
     assert {row["where"] for row in got["rows"]} == {"odevit-serve"}
     assert any("torch is not installed" in sentence for sentence in got["left_out"])
     assert {curve["over"] for curve in got["growth"]} == {"batch", "steps"}

@@ -1,6 +1,6 @@
 """Memory, time and error of one training batch's gradient against depth, for every gradient method.
 
-    python tests/benchmarks/bench_gradients.py [--steps 24 96] [--batch 16] [--repeats 3] [--data DATA] [--json FILE]
+    python tests/benchmarks/bench_gradients.py [--steps 24 96] [--batch 16] [--repeats 3] [--data DATA] [--output FILE]
 
 Memory is the peak of what torch holds in tensors during forward and backward, beyond weights and pixels, as its
 allocator reports it; it does not depend on what else runs on the machine. Time does: it is the median of repetitions
@@ -101,7 +101,7 @@ def main() -> None:
         "--no-memory", action="store_true", help="leave out the peak of memory, which takes one more run"
     )
     parser.add_argument("--intermediate", type=float, default=0.5, help="weight of the answers on the way")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     batch = pictures(arguments.data, arguments.batch)
     rows = measure(arguments.steps, batch, arguments.repeats, not arguments.no_memory, arguments.intermediate)
@@ -116,8 +116,8 @@ def main() -> None:
             f"{row['gradient']:14} {row['steps']:5} {row['mb']:9.1f} {row['mb'] / base['mb']:11.3f} "
             f"{row['seconds']:8.2f} {row['seconds'] / base['seconds']:11.2f} {row['cosine']:7.3f}"
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What training costs, as ratios in one run: psi against a ViT block, and gradient checkpointing.
 
-    python tests/benchmarks/bench_train.py [--json FILE]
+    python tests/benchmarks/bench_train.py [--output FILE]
 
 Prints a table; every ratio comes from interleaved repetitions on the same machine and threads.
 """
@@ -97,7 +97,7 @@ def checkpointing_saves(steps: int = 24, repeats: int = 3) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--memory", nargs=2, type=int)
     arguments = parser.parse_args()
     if arguments.memory:
@@ -110,8 +110,8 @@ def main() -> None:
         for key, value in rows.items():
             goal = goals.get((name, key))
             print(f"{name:24} {key:22} {value:10.3f}" + (f"   goal <= {goal:.2f}" if goal else ""))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

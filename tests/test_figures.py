@@ -1,0 +1,139 @@
+"""Figures that the pages quote are those of their sources: a bundle's config.json, or a file that a command wrote.
+
+Each entry is a passage of a page in which every figure is replaced by where it comes from: `{source.key:format}`, or
+`{source.key*factor:format}`. A source that changes fails here, and the failure shows the passage as it has to be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from odevit_serve import bundle
+from odevit_serve.benchmark.table import as_markdown
+from odevit_serve.cli.info import describe
+from odevit_serve.train.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parents[1]
+SERVED = "| {n} | {serving.rows.I.system:s} | " + " | ".join(
+    f"{{serving.rows.I.{key}}}"
+    for key in ("images_per_second:.0f", "p50_ms:.0f", "p95_ms:.0f", "p99_ms:.0f", "mean_depth:.1f", "errors:d")
+)
+AGAINST = [
+    f"{{serving.ratios.N.{other}.images_per_second:.2f}}x images/s, {{serving.ratios.N.{other}.p99:.2f}}x p99"
+    for other in ("synchronous", "fixed", "litserve")
+]
+
+QUOTED = [
+    # The README's table, and its lines about the bundled models.
+    ("README.md", "| accuracy on the {cifar10.metrics.test_images:,} test images "
+                  "| {cifar10.metrics.accuracy_by_steps.8:.1%} | {cifar10.metrics.test_accuracy_teacher:.1%} |"),
+    ("README.md", "| parameters | {cifar10.costs.parameters.total*1e-6:.2f} M "
+                  "| {cifar10.costs.teacher.parameters*1e-6:.1f} M |"),
+    ("README.md", "at {cifar10.exit.calibration.epsilon:.0%} and 95% | {cifar10.costs.macs.total*1e-6:.0f} / "
+                  "{cifar10.costs.macs.adaptive*1e-6:.0f} | {cifar10.costs.teacher.macs*1e-6:.0f} |"),
+    ("README.md", "| mean depth with early exit | {cifar10.exit.calibration.mean_steps:.2f} of "
+                  "{cifar10.integration.steps:d} steps |"),
+    ("README.md", "half the steps give {cifar10.metrics.accuracy_by_steps.4:.0%} and "
+                  "{imagenette.metrics.accuracy_by_steps.4:.0%}"),
+    ("README.md", "`imagenette` has {imagenette.metrics.accuracy_by_steps.8:.1%} of its test images where its teacher "
+                  "has {imagenette.metrics.test_accuracy_teacher:.1%}, at {imagenette.exit.calibration.mean_steps:.2f} "
+                  "of {imagenette.integration.steps:d} steps with early exit and "
+                  "{imagenette.costs.macs.adaptive*1e-6:.0f} million multiply-adds (full depth "
+                  "{imagenette.costs.macs.total*1e-6:.0f}, the teacher {imagenette.costs.teacher.macs*1e-6:.0f})"),
+    ("README.md", "An ODE-ViT of {base-cifar10.costs.parameters.psi*1e-6:.0f} M parameters at "
+                  "{base-cifar10.integration.steps:d} steps costs twice the multiply-adds of its "
+                  "{base-cifar10.costs.teacher.parameters*1e-6:.0f} M teacher"),
+    ("docs/benchmark.md", "{cifar10.metrics.accuracy_by_steps.8:.1%} on all test images, the teacher's "
+                          "{cifar10.metrics.test_accuracy_teacher:.1%}"),
+    # What `calibrate` proved for the bundled model.
+    ("docs/runtime.md", "tested on the other {cifar10.exit.calibration.images:,}: "
+                        "{cifar10.exit.calibration.observed:.2%} differ at a mean depth of "
+                        "{cifar10.exit.calibration.mean_steps:.2f} steps (bound at 95%: "
+                        "{cifar10.exit.calibration.bound:.2%}). {cifar10.exit.calibration.exits.stopped early:.1%} of "
+                        "the images ended by the rule, {cifar10.exit.calibration.exits.Lyapunov time:.1%}"),
+    # tests/benchmarks/bench_runtime.py --output docs/runtime.json
+    ("docs/runtime.md", "| {runtime.host_loop.1 threads.ratio:.2f}x the time "
+                        "({runtime.host_loop.1 threads.runtime_ms:.1f} ms against "
+                        "{runtime.host_loop.1 threads.unrolled_ms:.1f}) |"),
+    ("docs/runtime.md", "**{runtime.host_loop.2 threads.ratio:.2f}x** ({runtime.host_loop.2 threads.runtime_ms:.1f} ms "
+                        "against {runtime.host_loop.2 threads.unrolled_ms:.1f})"),
+    ("docs/runtime.md", "| {runtime.adaptive.images_per_second.adaptive:.0f} against "
+                        "{runtime.adaptive.images_per_second.full depth:.0f} images/s"),
+    ("docs/runtime.md", "{runtime.adaptive.ratio:.2f}x by the median of neighbours"),
+    ("docs/runtime.md", "| {runtime.adaptive.mean_steps:.2f} of {runtime.adaptive.full_steps:d} steps, which promises "
+                        "{runtime.adaptive.promised_by_steps:.2f}x; **{runtime.adaptive.of_promise:.2f} of it** "
+                        "({runtime.adaptive.of_promise_quartiles.0:.2f} to "
+                        "{runtime.adaptive.of_promise_quartiles.1:.2f}"),
+    ("docs/runtime.md", "| {runtime.adaptive.promised_by_multiply_adds:.2f}x promised"),
+    ("docs/runtime.md", "| {runtime.against_vit.model_images_per_second:.0f} against "
+                        "{runtime.against_vit.vit_images_per_second:.0f} images/s: {runtime.against_vit.ratio:.1f}x"),
+    ("docs/runtime.md", "| {runtime.cold.predict_seconds:.2f} s against {runtime.cold.import_torch_seconds:.2f} s: "
+                        "{runtime.cold.ratio:.2f}x |"),
+    ("docs/runtime.md", "| {runtime.cold.peak_megabytes:.0f} MB |"),
+    # odevit-serve benchmark serve ... -o serving_bench.json
+    *(("docs/serving.md", SERVED.replace("rows.I", f"rows.{i}").replace("{n}", f"{{serving.rows.{i}.clients:d}}"))
+      for i in range(16)),
+    *(("docs/serving.md", f"| {clients} | " + " | ".join(AGAINST).replace("ratios.N", f"ratios.{clients}") + " |")
+      for clients in (1, 8, 32, 128)),
+]  # fmt: skip
+
+
+@cache
+def source(name: str) -> Any:
+    files = {"runtime": "docs/runtime.json", "serving": "docs/serving_bench.json"}
+    if name in files:
+        return json.loads((ROOT / files[name]).read_text(encoding="utf-8"))
+    config = bundle.read_config(bundle.find(name)) if name in bundle.bundled() else PRESETS[name]
+    return {**dataclasses.asdict(config), "costs": describe(config)}
+
+
+def figure(path: str) -> Any:
+    name, *keys = path.split(".")
+    value = source(name)
+    for key in keys:
+        value = value[int(key)] if isinstance(value, list | tuple) else value[key]
+    return value
+
+
+def filled(passage: str) -> str:
+    """The passage with the figures of its sources."""
+
+    def fill(found: re.Match[str]) -> str:
+        path, factor, form = found.groups()
+        value = figure(path)
+        return format(value * float(factor) if factor else value, form)
+
+    return re.sub(r"\{([^{}*:]+)(?:\*([\d.e-]+))?:([^{}]+)\}", fill, passage)
+
+
+def words(text: str) -> str:
+    """However lines are broken."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(("page", "passage"), QUOTED)
+def test_the_page_quotes_its_source(page: str, passage: str) -> None:
+    assert "{" in passage
+    assert words(filled(passage)) in words((ROOT / page).read_text(encoding="utf-8"))
+
+
+def test_another_figure_would_be_noticed() -> None:
+    for page, passage in QUOTED:
+        changed = re.sub(r"\d", lambda digit: str((int(digit.group()) + 1) % 10), filled(passage))
+        assert words(changed) not in words((ROOT / page).read_text(encoding="utf-8"))
+
+
+def test_the_benchmark_page_has_the_table_of_its_file() -> None:
+    """`odevit-serve benchmark --output docs/benchmark.json`; the table on the page that has no such file is of 0.1."""
+    page, result = (ROOT / "docs/benchmark.md").read_text(encoding="utf-8"), ROOT / "docs/benchmark.json"
+    if result.exists():
+        assert words(as_markdown(json.loads(result.read_text(encoding="utf-8")))) in words(page)
+    else:
+        assert "odevit-serve 0.1.0" in page
