@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -18,12 +18,28 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 
+def installed() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@contextmanager
+def software_gpu(page: Page) -> Iterator[Browser]:
+    """A second Chromium by the driver of `page`, whose WebGPU computes in software."""
+    assert page.context.browser is not None
+    words = [word for word in ARGUMENTS if word != "--disable-gpu"]
+    browser = page.context.browser.browser_type.launch(
+        executable_path=installed(), args=[*words, "--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"]
+    )
+    yield browser
+    browser.close()
+
+
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """The system's Chromium, else the one that `playwright install` has fetched."""
     from playwright.sync_api import Error, sync_playwright
 
-    own = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    own = installed()
     with sync_playwright() as driver:
         try:
             browser = driver.chromium.launch(executable_path=own, args=ARGUMENTS)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from browser import chromium
+from browser import chromium, software_gpu
 from PIL import Image
 
 from odevit_serve import load
@@ -60,7 +60,8 @@ def node_modules() -> Path:
 def application(node_modules: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The examples as a user has them after `npm install`."""
     folder = tmp_path_factory.mktemp("embed") / "embed"
-    shutil.copytree(EMBED, folder, ignore=shutil.ignore_patterns("node_modules"))
+    shutil.copytree(EMBED, folder, ignore=shutil.ignore_patterns("node_modules", "model.onnx"))
+    shutil.copytree(EMBED.parent / "examples", folder.parent / "examples")
     (folder / "node_modules").symlink_to(node_modules)
     return folder
 
@@ -177,7 +178,8 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(application: Path) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(application)))
+    handler = functools.partial(_Quiet, directory=str(application.parent))  # as `npm run browser` serves it
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -189,9 +191,11 @@ def page(address: str) -> Iterator[Page]:
         page = browser.new_page()
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{address}/browser/")
+        page.goto(f"{address}/embed/browser/")
         yield page
         assert {url for url in asked if not url.startswith((address, "blob:", "data:"))} == set()
+        assert [url for url in asked if url.endswith(".wasm")] != []
+        assert not any("webgpu" in url for url in asked)  # this browser has no GPU
 
 
 def upload(page: Page, kind: str, path: Path) -> None:
@@ -238,3 +242,46 @@ def test_browser_takes_what_is_dropped_and_survives_a_wrong_file(
     page.set_input_files("#model", pictures[0])
     page.wait_for_selector("#message.wrong")
     assert "is not an exported ODE-ViT" in page.inner_text("#message")
+
+
+def test_one_click_shows_the_model_beside_the_page_on_a_photograph(
+    page: Page, address: str, application: Path, exported: Callable[[str], Path], tiny_bundle: Path
+) -> None:
+    pictures = sorted((application.parent / "examples").glob("*.jpg"))
+    page.goto(f"{address}/embed/browser/")
+    assert page.eval_on_selector_all("#examples img", "all => all.map(i => i.getAttribute('src'))") == [
+        f"../../examples/{path.name}" for path in pictures
+    ]
+    page.click("#examples button >> nth=1")
+    page.wait_for_selector("#message.wrong")
+    assert page.inner_text("#message").startswith("There is no model.onnx beside this page: odevit-serve export")
+    model = application / "browser" / "model.onnx"
+    shutil.copyfile(exported("onnx-adaptive"), model)
+    try:
+        page.click("#examples button >> nth=1")
+        page.wait_for_selector("#answer:not([hidden])")
+        check(exported("onnx-adaptive"), tiny_bundle, pictures[1], page.evaluate("window.answer()"))
+        assert page.inner_text("#time").endswith(" ms on WebAssembly")
+    finally:
+        model.unlink()
+
+
+@pytest.mark.slow
+def test_webgpu(
+    page: Page, address: str, exported: Callable[[str], Path], tiny_bundle: Path, pictures: list[Path]
+) -> None:
+    """By the adapter in software that Chromium brings: the same answers. It is only taken when it is asked for."""
+    with software_gpu(page) as browser:
+        page = browser.new_page()
+        page.set_default_timeout(240_000)  # milliseconds: shaders are compiled, and then computed by the CPU
+        page.goto(f"{address}/embed/browser/?device=webgpu")
+        if not page.evaluate("async () => Boolean(await navigator.gpu?.requestAdapter())"):
+            pytest.skip("needs a Chromium with an adapter for WebGPU")
+        upload(page, "model", exported("onnx-adaptive"))
+        upload(page, "picture", pictures[0])
+        check(exported("onnx-adaptive"), tiny_bundle, pictures[0], page.evaluate("window.answer()"))
+        assert page.inner_text("#time").endswith(" ms on WebGPU")
+        page.goto(f"{address}/embed/browser/")
+        upload(page, "model", exported("onnx-adaptive"))
+        upload(page, "picture", pictures[0])
+        assert page.inner_text("#time").endswith(" ms on WebAssembly")

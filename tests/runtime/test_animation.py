@@ -76,6 +76,12 @@ def test_the_command(tiny_bundle: Path, tmp_path: Path) -> None:
     assert read.n_frames <= 6 * animation.BETWEEN + 1  # frames that look the same may be merged
 
 
+def test_the_animation_of_the_readme_is_small_and_moves() -> None:
+    path = Path(__file__).resolve().parents[2] / "docs" / "attention.webp"
+    assert path.stat().st_size < 500_000
+    assert getattr(Image.open(path), "n_frames", 1) > 8
+
+
 @pytest.mark.parametrize(
     ("words", "message"), [(["--animate"], "--animate needs --attention DIR, the folder it writes to")]
 )

@@ -1,8 +1,8 @@
-import * as ort from '../node_modules/onnxruntime-web/dist/ort.wasm.min.mjs';
 import { prepare, readConfig, softmax, view } from '../odevit.mjs';
 
-ort.env.wasm.wasmPaths = new URL('../node_modules/onnxruntime-web/dist/', import.meta.url).href;
-ort.env.wasm.numThreads = 1;  // more need headers (COOP, COEP) that a plain file server does not send
+const DIST = new URL('../node_modules/onnxruntime-web/dist/', import.meta.url).href;
+const DEVICES = { webgpu: 'WebGPU', wasm: 'WebAssembly' };
+const MODEL = 'model.onnx';  // beside this page, for its examples
 const REASONS = {
   0: 'stopped early: the score of the exit rule reached its threshold',
   1: 'Lyapunov time: the growth of perturbations toward the decision boundary reached its limit',
@@ -12,21 +12,47 @@ const REASONS = {
 const $ = (id) => document.getElementById(id);
 let model = null, picture = null, shown = null;
 
+/** `?device=webgpu` or `wasm`, else WebGPU where the browser has a GPU for it: an adapter in software is slower than WebAssembly. */
+async function choose() {
+  const asked = new URLSearchParams(location.search).get('device');
+  if (asked in DEVICES) return asked;
+  const adapter = await navigator.gpu?.requestAdapter().catch(() => null);
+  return adapter && !adapter.info?.isFallbackAdapter ? 'webgpu' : 'wasm';
+}
+
 /** The model in the bytes of an exported file. */
 export async function open(bytes) {
-  const config = readConfig(bytes);
-  return { config, session: await ort.InferenceSession.create(bytes, { executionProviders: ['wasm'], logSeverityLevel: 3 }) };
+  const config = readConfig(bytes), device = await choose();
+  try {
+    return await start(bytes, config, device);
+  } catch (error) {
+    if (device === 'wasm') throw error;
+    console.warn(`WebGPU could not be used: ${error.message ?? error}`);
+    return start(bytes, config, 'wasm');
+  }
+}
+
+async function start(bytes, config, device) {
+  const ort = await import(`${DIST}ort.${device}.min.mjs`);
+  ort.env.wasm.wasmPaths = DIST;
+  ort.env.wasm.numThreads = 1;  // more need headers (COOP, COEP) that a plain file server does not send
+  const executionProviders = device === 'webgpu' ? ['webgpu', 'wasm'] : ['wasm'];
+  const session = await ort.InferenceSession.create(bytes, { executionProviders, logSeverityLevel: 3 });
+  const model = { ort, config, session, device };
+  const [, height, width] = config.preprocessing.input_size;
+  await predict(model, { width, height, data: new Uint8ClampedArray(3 * width * height) });  // the first run compiles shaders
+  return model;
 }
 
 /** The answer of a model for one decoded picture. */
-export async function predict({ config, session }, pixels) {
+export async function predict({ ort, config, session, device }, pixels) {
   const values = prepare(pixels, config.preprocessing), began = performance.now();
   const tensor = new ort.Tensor('float32', values, [1, ...config.preprocessing.input_size]);
   const found = await session.run({ pixel_values: tensor });
   const logits = Array.from(found.logits.data), full = config.integration.steps;
   const best = logits.indexOf(Math.max(...logits));
   return {
-    logits, full, milliseconds: performance.now() - began,
+    logits, full, device, milliseconds: performance.now() - began,
     label: config.labels[best] ?? String(best),
     steps: found.steps ? Number(found.steps.data[0]) : full,  // a file of fixed depth has no such output
     reason: found.exit_reason ? REASONS[Number(found.exit_reason.data[0])] : 'a file of fixed depth',
@@ -45,7 +71,7 @@ async function decode(file) {
 }
 
 async function update() {
-  if (!model || !picture) return say(model ? 'Now a picture.' : 'First an exported file.');
+  if (!model || !picture) return say(model ? 'Now a picture.' : picture ? 'Now an exported file.' : '');
   say('Working...');
   const answer = await predict(model, picture);
   shown = answer;
@@ -57,7 +83,7 @@ async function update() {
   $('depth').textContent = `${answer.steps} of ${answer.full} steps; ${answer.reason}`;
   $('gauge').max = answer.full;
   $('gauge').value = answer.steps;
-  $('time').textContent = `${answer.milliseconds.toFixed(1)} ms`;
+  $('time').textContent = `${answer.milliseconds.toFixed(1)} ms on ${DEVICES[answer.device]}`;
   $('heat-control').hidden = !answer.attention;
   $('answer').hidden = false;
   draw();
@@ -116,16 +142,46 @@ const takers = {
 let queue = Promise.resolve();  // one after the other: a session runs one image at a time
 function take(kind, file) {
   queue = queue.then(async () => {
+    if (await read(kind, file)) await update();
+  });
+}
+
+async function read(kind, file) {
+  try {
+    say(`Reading ${file.name}...`);
+    await takers[kind](file);
+    $(`${kind}-name`).textContent = file.name;
+    return true;
+  } catch (error) {
+    const what = kind === 'model' ? 'an exported ODE-ViT' : 'a picture that this browser can read';
+    say(`${file.name} is not ${what} (${error.message ?? error})`, true);
+    return false;
+  }
+}
+
+/** A picture of the page itself, by the model that was chosen, else by the one beside the page. */
+function show(address) {
+  queue = queue.then(async () => {
     try {
-      say(`Reading ${file.name}...`);
-      await takers[kind](file);
-      $(`${kind}-name`).textContent = file.name;
-      await update();
+      if (!model && !await read('model', await get(MODEL))) return;
+      if (await read('picture', await get(address))) await update();
     } catch (error) {
-      const what = kind === 'model' ? 'an exported ODE-ViT' : 'a picture that this browser can read';
-      say(`${file.name} is not ${what} (${error.message ?? error})`, true);
+      say(error.message, true);
     }
   });
+}
+
+async function get(address) {
+  const name = address.split('/').pop();
+  say(`Fetching ${name}...`);
+  const answer = await fetch(address);
+  const hint = name === MODEL ? `: odevit-serve export --format onnx-adaptive -o demo/embed/browser/${MODEL}` : '';
+  if (!answer.ok) throw new Error(`There is no ${name} beside this page${hint}`);
+  return new File([await answer.blob()], name);
+}
+
+for (const button of document.querySelectorAll('#examples button')) {
+  button.addEventListener('click', () => show(button.querySelector('img').getAttribute('src')));
 }
 
 for (const kind of Object.keys(takers)) {
