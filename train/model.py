@@ -227,10 +227,10 @@ class ODEViT(nn.Module):
         `advance` can be replaced by a wrapper of itself, for example one that recomputes in the backward pass.
         """
         given: dict[str, Any] = {"steps": steps, "horizon": horizon, "solver": solver, "splitting": splitting}
-        way = dataclasses.replace(self.config.integration, **{k: v for k, v in given.items() if v is not None})
-        h, memory = way.step_size, list[Tensor]()
-        for step in range(1, way.steps + 1):
-            x, velocity, memory = advance(self.psi.fields, x, h, memory, way.solver, way.splitting)
+        integration = dataclasses.replace(self.config.integration, **{k: v for k, v in given.items() if v is not None})
+        h, memory = integration.step_size, list[Tensor]()
+        for step in range(1, integration.steps + 1):
+            x, velocity, memory = advance(self.psi.fields, x, h, memory, integration.solver, integration.splitting)
             yield Point(step, x, velocity)
 
     def forward(self, pixel_values: Tensor, **settings: object) -> Tensor:

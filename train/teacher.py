@@ -125,7 +125,7 @@ def _from_timm(name: str, shape: Architecture, drop_path: float) -> Teacher:
             name, pretrained=True, img_size=shape.image_size, patch_size=shape.patch_size, drop_path_rate=drop_path
         )
     except Exception as error:  # unknown names, no network, models that take no img_size
-        raise UserError(f"timm did not give {name!r}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"timm could not load {name!r}: {str(error).strip().splitlines()[0]}") from None
     spec = vit.pretrained_cfg
     transform = Preprocessing(
         (3, shape.image_size, shape.image_size),
@@ -182,7 +182,7 @@ def _from_transformers(name: str, shape: Architecture, drop_path: float) -> Teac
         extra = {} if classifier else {"add_pooling_layer": False}
         model = kind.from_pretrained(name, **extra)
     except Exception as error:  # the hub's and the library's failures have no common base class
-        raise UserError(f"transformers did not give {name!r}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"transformers could not load {name!r}: {str(error).strip().splitlines()[0]}") from None
     if config.model_type != "vit":
         raise UserError(f"hf:{name} is a {config.model_type}, not a plain ViT")
     state = to_timm_names(model.state_dict(), config.num_hidden_layers)

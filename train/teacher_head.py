@@ -151,8 +151,9 @@ def _check_teacher(
     _, own = probe(encoder(student), spec, few, judged, machine, say, "features of the bundled model")
     if accuracy < own:
         raise UserError(
-            f"the teacher {name} knows {accuracy:.1%} of the images the model is chosen by, a head on the bundled "
-            f"model's features {own:.1%}: train without a teacher, or go on with --set teacher.baseline=false"
+            f"the teacher {name} has an accuracy of {accuracy:.1%} on the images that choose the model, "
+            f"a head on the bundled model's features {own:.1%}: train without a teacher, or go on with "
+            "--set teacher.baseline=false"
         )
 
 

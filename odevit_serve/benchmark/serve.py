@@ -135,7 +135,7 @@ def _wait(own: subprocess.Popen[bytes], address: str, system: str) -> None:
             if urllib.request.urlopen(address, timeout=1).status == 200:
                 return
         time.sleep(0.1)
-    raise UserError(f"{system} did not come up")
+    raise UserError(f"{system} did not start")
 
 
 def compare(

@@ -45,7 +45,7 @@ def model(
     teacher_weights: Path = typer.Option(
         None, "--teacher-weights", help="Safetensors file in timm's names: the teacher itself, not only its size."
     ),
-    threads: int = typer.Option(None, "--threads", min=1, help="Of every system; default: one a core."),
+    threads: int = typer.Option(None, "--threads", min=1, help="Threads of every system. Default: one a core."),
     rounds: int = typer.Option(None, "--rounds", min=1, max=99, help="Default: 7, with --quick 3."),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
@@ -82,11 +82,11 @@ def serve(
     pictures: str = typer.Option(None, "--pictures", help="Folder to take pictures from; default: made-up ones."),
     count: int = typer.Option(200, "--count", min=1, help="How many different pictures to send."),
     clients: str = typer.Option("1,8,32,128", "--clients", help="Numbers of clients, with commas."),
-    seconds: float = typer.Option(4.0, "--seconds", min=0.1, max=120.0, help="Of each measurement."),
+    seconds: float = typer.Option(4.0, "--seconds", min=0.1, max=120.0, help="Length of each measurement."),
     rounds: int = typer.Option(3, "--rounds", min=1, max=50),
-    threads: int = typer.Option(None, "--threads", min=1, help="Of onnxruntime in each; default: one a core."),
+    threads: int = typer.Option(None, "--threads", min=1, help="Threads of onnxruntime in each. Default: one a core."),
     systems: str = typer.Option(
-        None, "--systems", help="Of continuous,synchronous,fixed,litserve,in-process,cnn; default: all."
+        None, "--systems", help="Some of continuous,synchronous,fixed,litserve,in-process,cnn. Default: all."
     ),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
@@ -128,17 +128,17 @@ def serve(
 def own(
     data: str = typer.Argument(..., metavar="FOLDER", help="A folder for each kind, with more than goes to training."),
     kinds: int = typer.Option(8, "--kinds", min=2, help="How many kinds are drawn."),
-    photographs: int = typer.Option(55, "--photographs", min=3, help="Of each, for training."),
-    held_out: int = typer.Option(50, "--held-out", min=5, help="Of each, at most, to measure on."),
-    minutes: float = typer.Option(5.0, "--minutes", min=0.1, help="As of `train`."),
-    seed: int = typer.Option(0, "--seed", min=0, help="Draws the kinds and photographs, and trains."),
-    start: str = typer.Option("", "--start", metavar="BUNDLE", help="As of `train`."),
-    leave_out: list[str] = typer.Option([], "--leave-out", metavar="KIND", help="Not to be drawn; repeatable."),
-    teacher_weights: Path = typer.Option(None, "--teacher-weights", help="ViT-Ti/16 in timm's names: its probe, too."),
+    photographs: int = typer.Option(55, "--photographs", min=3, help="Photographs of each kind for training."),
+    held_out: int = typer.Option(50, "--held-out", min=5, help="Most photographs of each kind to measure on."),
+    minutes: float = typer.Option(5.0, "--minutes", min=0.1, help="As in `train`."),
+    seed: int = typer.Option(0, "--seed", min=0, help="Seed of the draw and of training."),
+    start: str = typer.Option("", "--start", metavar="BUNDLE", help="As in `train`."),
+    leave_out: list[str] = typer.Option([], "--leave-out", metavar="KIND", help="Kind that is not drawn; repeatable."),
+    teacher_weights: Path = typer.Option(None, "--teacher-weights", help="Also a probe on this ViT-Ti/16."),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
 ) -> None:
-    """Run `train` on some photographs of a folder, and measure it on others, beside simpler ways."""
+    """Run `train` on some photographs of a folder, and measure it on others, beside simpler methods."""
     require("train")
     require("export")
     from ..train import own_benchmark as measure

@@ -32,7 +32,7 @@ def serve(
     rules: str = typer.Option(None, "--rules", help="Exit rules that requests may name, with commas; default: all."),
     min_threshold: float = typer.Option(None, "--min-threshold", help="Smallest threshold that requests may ask for."),
     max_threshold: float = typer.Option(None, "--max-threshold", help="Largest threshold that requests may ask for."),
-    max_steps: int = typer.Option(None, "--max-steps", min=1, help="No request goes deeper."),
+    max_steps: int = typer.Option(None, "--max-steps", min=1, help="Most steps of any request."),
     max_body: float = typer.Option(16.0, "--max-body", min=0.001, help="Largest request, in MiB."),
     max_images: int = typer.Option(64, "--max-images", min=1, help="Most pictures in one request."),
     max_pixels: float = typer.Option(
@@ -52,7 +52,7 @@ def serve(
     ),
     grace: float = typer.Option(30.0, "--grace", min=0.0, help="Seconds to finish in after SIGTERM."),
     api_key: str = typer.Option(
-        None, "--api-key", envvar="ODEVIT_API_KEY", show_envvar=True, help="Ask this key of clients (better: by env)."
+        None, "--api-key", envvar="ODEVIT_API_KEY", show_envvar=True, help="Key that clients must send."
     ),
     cors: list[str] = typer.Option(
         [], "--cors", metavar="ORIGIN", help="Let pages of this origin call it; repeatable."

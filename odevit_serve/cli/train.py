@@ -26,10 +26,10 @@ def train(
     data: str = typer.Argument(
         None, metavar="[DATA]", help="Folder with a folder for each class, zip file, CIFAR folder, .npz, or hf:NAME."
     ),
-    minutes: float = typer.Option(None, "--minutes", min=0.1, help="From here to the finished bundle. Default: 5."),
+    minutes: float = typer.Option(None, "--minutes", min=0.1, help="Time to the finished bundle. Default: 5."),
     epochs: int = typer.Option(None, "--epochs", min=0, help="Passes over the pictures, in place of minutes."),
-    start: str = typer.Option(None, "--start", metavar="BUNDLE", help="To start from. Default: the bundled model."),
-    epsilon: float = typer.Option(None, "--epsilon", help="Of the guarantee of early exit. Default: 0.01."),
+    start: str = typer.Option(None, "--start", metavar="BUNDLE", help="Start from it. Default: the bundled model."),
+    epsilon: float = typer.Option(None, "--epsilon", help="Epsilon of the guarantee of early exit. Default: 0.01."),
     config: str = typer.Option(None, "--config", help="Recipe: a TOML file, or the name of a shipped one."),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME: follow this teacher."),
     teacher_weights: Path = TEACHER_WEIGHTS,

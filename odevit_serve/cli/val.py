@@ -24,7 +24,7 @@ def val(
     teacher_weights: Path = TEACHER_WEIGHTS,
     teacher_size: int = typer.Option(0, "--teacher-size", help="Show the teacher whole pictures of this many pixels."),
     teacher_patch: int = typer.Option(0, "--teacher-patch", help="Pixels a side of its patches; default: the model's."),
-    robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and on worse pictures."),
+    robustness: bool = typer.Option(False, "--robustness", help="Also with every solver, and with noise and blur."),
     card: bool = typer.Option(
         False, "--card", help="What a card shows: 1 to 24 steps, every solver, half a horizon more."
     ),

@@ -365,7 +365,7 @@ def _hub(name: str) -> dict[str, Images]:
     try:
         loaded = datasets.load_dataset(*name.split("@", 1))
     except Exception as error:  # the library's failures have no common base class
-        raise UserError(f"datasets did not give {name!r}: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"datasets could not load {name!r}: {str(error).strip().splitlines()[0]}") from None
     aliases = {alias: split for split, known in SPLITS.items() for alias in known}
     return {aliases.get(split, split): _hub_split(rows, f"hf:{name}/{split}") for split, rows in loaded.items()}
 

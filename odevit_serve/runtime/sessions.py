@@ -110,7 +110,7 @@ def open_session(
             _absent.add(provider)
     if session is None or provider in _absent:
         if device != "auto":
-            raise UserError(f"device {device!r} cannot be had: {_why_not(ort, provider)}")
+            raise UserError(f"device {device!r} is not available: {_why_not(ort, provider)}")
         _warn_once(f"running on the CPU: {_why_not(ort, provider)}")
     both = clash()
     if both:

@@ -67,7 +67,7 @@ class _EngineCounts:
         yield _gauge("odevit_ready", "1 when requests are accepted.", float(engine.ready))
         yield _gauge("odevit_queue_waiting", "Places of the queue that are taken.", engine.waiting)
         yield _gauge("odevit_queue_capacity", "Places of the queue.", engine.queue)
-        yield _gauge("odevit_slots_active", "Images on their way.", engine.active)
+        yield _gauge("odevit_slots_active", "Images in slots.", engine.active)
         yield _gauge("odevit_slots_capacity", "Slots for images.", engine.core.capacity)
         yield _counter("odevit_images_accepted", "Images accepted.", stats.accepted)
         yield _counter("odevit_images_answered", "Images answered.", stats.answered)

@@ -117,7 +117,7 @@ def test_goes_on_past_bad_files(folder: Path, tiny_bundle: Path) -> None:
         (["--max-steps", "0"], 2, "max_steps must be at least 1, not 0"),
         (["--json", "--csv"], 2, "give one of"),
         (["--device", "tpu"], 2, "unknown device 'tpu'"),
-        (["--device", "cuda"], 1, "device 'cuda' cannot be had"),
+        (["--device", "cuda"], 1, "device 'cuda' is not available"),
         (["--no-adaptive", "--rule", "kl"], 2, "makes no sense"),
     ],
 )

@@ -233,5 +233,5 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
     assert train.classes == ("cat", "dog")
     assert len(train) == 4
     assert train.read(0).size == (8, 6)
-    with pytest.raises(UserError, match="datasets did not give 'nobody/nothing'"):
+    with pytest.raises(UserError, match="datasets could not load 'nobody/nothing'"):
         open_splits("hf:nobody/nothing")

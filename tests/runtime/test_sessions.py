@@ -213,7 +213,7 @@ def test_a_named_device_is_a_demand(fake: Any) -> None:
     for claims, raises in (([TENSORRT, CUDA, CPU], False), ([TENSORRT, CUDA, CPU], True), ([CPU], False)):
         fake(claims, [CPU], raises)
         for device in ("cuda", "tensorrt"):
-            with pytest.raises(UserError, match=f"device '{device}' cannot be had: "):
+            with pytest.raises(UserError, match=f"device '{device}' is not available: "):
                 open_session(b"", device)
 
 
@@ -250,5 +250,5 @@ def test_real_cuda_is_not_here(tiny_bundle: Path) -> None:
 
     if CUDA in onnxruntime.get_available_providers():
         pytest.skip("this machine may have a GPU")
-    with pytest.raises(UserError, match="device 'cuda' cannot be had: this onnxruntime has no CUDAExecutionProvider"):
+    with pytest.raises(UserError, match=r"device 'cuda' is not available: .* has no CUDAExecutionProvider"):
         Graphs(tiny_bundle, bundle.read_config(tiny_bundle), "cuda")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
+from odevit_serve import costs
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.train.model import ODEViT
@@ -58,7 +59,7 @@ def test_the_last_state_is_the_one_the_head_reads(weights: Path) -> None:
 
 def test_facts_count_the_teachers_parameters(weights: Path) -> None:
     teacher = load_teacher(Teaching(weights=str(weights)), SHAPE)
-    assert teacher.facts.parameters(SHAPE) == sum(p.numel() for p in teacher.parameters())
+    assert costs.teacher_parameters(teacher.facts, SHAPE) == sum(p.numel() for p in teacher.parameters())
 
 
 @torch.no_grad()
@@ -143,7 +144,7 @@ def test_files_that_are_no_teacher(tmp_path: Path) -> None:
         load_teacher(Teaching(weights=str(tmp_path / "other.safetensors")), SHAPE)
     with pytest.raises(UsageError, match="timm:NAME or hf:NAME"):
         load_teacher(Teaching(source="vit_tiny"), SHAPE)
-    with pytest.raises(UserError, match="timm did not give"):
+    with pytest.raises(UserError, match="timm could not load"):
         load_teacher(Teaching(source="timm:no_such_model"), SHAPE)
 
 

@@ -348,7 +348,7 @@ def analyze(study: Study) -> tuple[dict[str, Any], np.ndarray]:
         found["stability"] = sections.stability(maximal, trajectory, own.step_size, labels, names)
         found["exits"] = sections.rules(sections.record(trajectory, labels, own))
     else:
-        found["stability"] = found["exits"] = {"left_out": "The model takes a single step: there is no way to look at."}
+        found["stability"] = found["exits"] = {"left_out": "The model takes a single step: there is no trajectory."}
     if study.teacher is not None:
         found["distance"] = sections.distance(trajectory, labels)
     else:

@@ -68,7 +68,7 @@ def depth(
 
 
 def free_exponents(speed: Floats, step_size: float) -> Floats:
-    """Growth of the velocity over the whole way: the exponent that costs nothing."""
+    """Growth of the velocity over the whole trajectory: the exponent that costs nothing."""
     return dynamics.exponent(speed[:, -1], speed[:, 0], (speed.shape[1] - 1) * step_size)
 
 

@@ -220,9 +220,9 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Numbers], tuple[list[str], str]]]]
     ),
     "stability": (
         "Lyapunov exponents",
-        "How fast nearby states drift apart on an image's way. The maximal exponent carries a random direction along "
-        "by the derivative of the integrator, over this horizon only; the free one is the growth of the velocity. "
-        "Positive: they part. Numbers in brackets are 95% confidence intervals; AUROC 0.5 is chance.",
+        "How fast nearby states move apart along an image's trajectory. The maximal exponent carries a random "
+        "direction along by the derivative of the integrator, over this horizon only; the free one is the growth of "
+        "the velocity. Positive: they part. Numbers in brackets are 95% confidence intervals; AUROC 0.5 is chance.",
         _stability,
     ),
     "distance": (
