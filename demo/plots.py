@@ -102,7 +102,7 @@ def _span(values: Floats) -> tuple[float, float]:
 
 def trajectory(run: Inspection, head: tuple[Floats, Floats] | None) -> str:
     """All plots of a run."""
-    parts = (probabilities(run), travel(run), speed(run), exponent(run), path(run, head))
+    parts = (probabilities(run), decision(run), speed(run), exponent(run), path(run, head))
     return f'<div class="plots five">{"".join(parts)}</div>'
 
 
@@ -118,27 +118,34 @@ def probabilities(run: Inspection) -> str:
     return chart("Class probabilities", series, line.steps, run.steps, text, y_range=(0.0, 1.0))
 
 
-def travel(run: Inspection) -> str:
-    """The margin against the threshold's multiple of the expected travel."""
-    line, by_travel = run.trajectory, run.depth.rule.needs_travel
-    factor = run.depth.threshold if by_travel else 1.0
+def decision(run: Inspection) -> str:
+    """The score of the rule against its threshold. Where both are multiples of the travel, as distances of CLS."""
+    line, rule, threshold = run.trajectory, run.depth.rule, run.depth.threshold
     steps = range(1, line.steps + 1)
-    series = [Series("margin", 0, steps, line.margin)]
-    note = ""
-    if np.isfinite(line.travel).any():
-        left = factor * line.travel
-        series.append(Series(f"{factor:.3g} × expected travel" if by_travel else "expected travel", 1, steps, left))
-        crossed = np.flatnonzero(line.margin >= left)
-        where = f"they cross at step {crossed[0] + 1}" if len(crossed) else "they do not cross"
-        text = f"Distance of CLS to the nearest boundary against the distance it is expected to travel: {where}"
-        if not by_travel:
-            note = "The rule chosen does not look at this crossing."
-    else:
+    if not np.isfinite(line.score).any() or not math.isfinite(threshold):
         text = "Distance of CLS to the nearest decision boundary at each step"
-        note = "This bundle has not been calibrated, so the expected travel is not known."
-    by_rule = by_travel and run.reason is ExitReason.EARLY
-    ring = (float(run.steps), float(line.margin[run.steps - 1])) if by_rule else None
-    return chart("Margin against travel", series, line.steps, run.steps, text, note, ring=ring)
+        series = [Series("margin", 0, steps, line.margin)]
+        return chart("Margin", series, line.steps, run.steps, text, "No rule ends this image early.")
+    scale = line.travel if rule.needs_travel else np.ones(line.steps)
+    compared, wanted = line.score * scale, np.where(np.isfinite(line.score), threshold * scale, np.nan)
+    if rule.needs_travel:
+        own = "margin" if rule.name == "travel" else f"what {rule.name} compares"
+        title, series = "Margin against travel", [Series(own, 0, steps, compared)]
+        series.append(Series(f"{threshold:.3g} × expected travel", 1, steps, wanted))
+        if rule.name != "travel":
+            series.append(Series("margin", 2, steps, line.margin))
+    else:
+        title, series = f"Score of {rule.name}", [Series("score", 0, steps, compared)]
+        series.append(Series(f"threshold {threshold:.3g}", 1, steps, wanted))
+    reached = np.flatnonzero(line.score >= threshold)
+    where = f"it is reached at step {reached[0] + 1}" if len(reached) else "it is not reached before the last step"
+    text = f"The score of the rule {rule.name} against its threshold: {where}"
+    ring = (float(run.steps), float(compared[run.steps - 1])) if run.reason is ExitReason.EARLY else None
+    return chart(title, series, line.steps, run.steps, text, _first_line(rule.score.__doc__), ring=ring)
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
 
 
 def speed(run: Inspection) -> str:

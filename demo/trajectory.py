@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +55,7 @@ class Trajectory:
     exponent: Floats  # [N], toward the nearest decision boundary
     lyapunov_times: Floats  # [N], that have passed
     travel: Floats  # [N], NaN where nothing was measured
+    score: Floats  # [N], of the rule chosen; NaN where it never stops early, and after the last step
     cls: Floats  # [N+1,D]
     maps: Floats  # [N+1,heads,grid,grid]
     temperature: float = 1.0  # of the probabilities
@@ -119,7 +121,7 @@ def run(engine: Engine[BundleModel], name: str, source: Any, choice: Choice, lab
     shown.thumbnail((SIDE, SIDE))
     other = model.integrated(choice.solver)
     depth = other.depth(**choice.asked)
-    whole = other.depth(steps=choice.steps, adaptive=False)
+    whole = replace(depth, max_steps=depth.steps, threshold=math.inf, lyapunov=math.inf)  # with the score of the rule
     pixels = images.prepare(picture, model.config.preprocessing)
     lowered = None
     if other is model:
@@ -158,8 +160,9 @@ def _trajectory(model: BundleModel, outcome: Outcome, step_size: float) -> Traje
     maps = np.concatenate([model.graphs.maps(states[i : i + ROWS]) for i in range(0, len(states), ROWS)])
     numbers: dict[str, Any] = {
         name: np.array([getattr(step, name) for step in trace])
-        for name in ("margin", "cls_speed", "exponent", "lyapunov_times", "travel")
+        for name in ("margin", "cls_speed", "exponent", "lyapunov_times", "travel", "score")
     }
+    numbers["score"][-1] = math.nan  # nothing is decided there
     logits = np.stack([step.logits for step in trace])
     maps = maps.reshape(len(states), -1, grid, grid)
     known = model.config.confidence

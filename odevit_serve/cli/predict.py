@@ -80,7 +80,7 @@ def predict(
     results = loaded.stream(sources(paths, empty), options)
     kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
     writer = _WRITERS[kind](sys.stdout, top)
-    keeper = _Keeper(loaded, attention, trace, threshold, animate, steps)
+    keeper = _Keeper(loaded, attention, trace, animate, steps)
     failures: list[str] = []
     with progress(paths) as advance:
         for result in results:
@@ -213,15 +213,12 @@ class _Keeper:
         model: Model,
         attention: Path | None,
         trace: Path | None,
-        threshold: float | None,
         animate: bool = False,
         steps: int | None = None,
     ):
         self.model, self.attention, self.trace, self.animate, self.steps = model, attention, trace, animate, steps
         if animate and not hasattr(model, "attention_steps"):
             raise UsageError(f"{model.path} is one graph and shows no steps: --animate needs the bundle it came from")
-        own = model.config.exit
-        self.threshold = own.threshold if threshold is None and own.rule in ("travel", "drift") else threshold
         self._names: dict[str, int] = {}
         for folder in (attention, trace):
             if folder is not None:
@@ -248,7 +245,7 @@ class _Keeper:
                 maps = self.model.attention_steps(self._source(result), steps=self.steps)  # type: ignore[attr-defined]
                 animation.save(self.attention / f"{name}.webp", seen_part, maps, result)
         if self.trace is not None:
-            pictures.trace_plot(result, self.threshold).save(self.trace / f"{name}-trace.png")
+            pictures.trace_plot(result).save(self.trace / f"{name}-trace.png")
             (self.trace / f"{name}-trace.json").write_text(json.dumps(result.to_dict(), indent=2) + "\n")
 
     def _seen(self, result: Prediction) -> Any:

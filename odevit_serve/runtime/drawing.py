@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from .dynamics import Floats
+from .exits import RULES
 
 if TYPE_CHECKING:
     from .results import Attention, Prediction
@@ -200,27 +201,41 @@ def _label(value: float) -> str:
     return f"{value:.4g}"
 
 
-def trace_plot(prediction: Prediction, threshold: float | None = None) -> Image.Image:
-    """The trajectory of one image: probability, margin against the expected travel, exponent, Lyapunov times."""
+def trace_plot(prediction: Prediction) -> Image.Image:
+    """The trajectory of one image: probability, what the rule compares, exponent, Lyapunov times."""
     trace = prediction.trace
     steps = [s.step for s in trace]
-    factor = 1.0 if threshold is None else threshold
-    name = "expected travel" if threshold is None else f"{threshold:.3g} x expected travel"
-    distances = [Line("margin", BLUE, steps, [s.margin for s in trace])]
-    if any(s.travel is not None for s in trace):
-        distances.append(Line(name, ORANGE, steps, [None if s.travel is None else factor * s.travel for s in trace]))
     at = (float(prediction.steps), f"{prediction.exit.short} at {prediction.steps}/{prediction.full_steps}")
     probability = Line(f"probability of {prediction.label}", GREEN, steps, [s.probability for s in trace])
-    panels = [
-        Panel("answer", [probability], at=at, zero=True),
-        Panel("distance of CLS", distances, at=(at[0], ""), zero=True),
-        Panel(
-            "exponent toward the boundary",
-            [Line("exponent", BLUE, steps, [s.exponent for s in trace])],
-            level=(0.0, ""),
-        ),
-        Panel("Lyapunov times passed", [Line("times", BLUE, steps, [s.lyapunov_times for s in trace])], zero=True),
+    panels = [Panel("answer", [probability], at=at, zero=True)]
+    panels.append(_decision(prediction, (at[0], "")))
+    exponent = Line("exponent", BLUE, steps, [s.exponent for s in trace])
+    times = Line("times", BLUE, steps, [s.lyapunov_times for s in trace])
+    panels += [
+        Panel("exponent toward the boundary", [exponent], level=(0.0, "")),
+        Panel("Lyapunov times passed", [times], zero=True),
     ]
     return plot(
         panels, f"{prediction.source}: {prediction.label}", "step", (0.0, float(prediction.full_steps)), height=170
     )
+
+
+def _decision(prediction: Prediction, at: tuple[float, str]) -> Panel:
+    """The score of the rule against its threshold. Where both are multiples of the travel, as distances of CLS."""
+    trace, threshold, rule = prediction.trace, prediction.threshold, RULES.get(prediction.rule)
+    steps = [s.step for s in trace]
+    margin = Line("margin", BLUE, steps, [s.margin for s in trace])
+    # At the last step nothing is decided any more, and what is divided by a travel of nought leaves the scale.
+    scores = [s.score if s.step < prediction.full_steps else None for s in trace]
+    if threshold is None or rule is None or not any(score is not None for score in scores):
+        return Panel("distance of CLS", [margin], at=at, zero=True)
+    if not rule.needs_travel:
+        line = Line("score", BLUE, steps, scores)
+        return Panel(f"score of {rule.name}", [line], (threshold, f"threshold {threshold:.3g}"), at)
+    travel = [s.travel for s in trace]
+    wanted = [None if far is None else threshold * far for far in travel]
+    lines = [margin, Line(f"{threshold:.3g} x expected travel", ORANGE, steps, wanted)]
+    if rule.name != "travel":  # whose score times the travel is the margin
+        reached = [None if score is None or far is None else score * far for score, far in zip(scores, travel)]
+        lines.insert(1, Line(f"what {rule.name} compares", GREEN, steps, reached))
+    return Panel("distance of CLS", lines, at=at, zero=True)

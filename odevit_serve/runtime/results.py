@@ -43,6 +43,7 @@ class TraceStep:
     margin: float
     label: str
     probability: float  # of the label the image ended with
+    score: float | None = None  # of the rule in force; None where it has none
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Prediction:
     trace: tuple[TraceStep, ...] = field(default=(), repr=False)
     attention: Attention | None = field(default=None, repr=False)
     unsure: bool | None = None  # below the confidence that was proven; None where none was
+    threshold: float | None = None  # of that rule; None where it never stops early
 
     @property
     def probability(self) -> float:
@@ -100,6 +102,7 @@ class Prediction:
             "milliseconds": {"read": 1000 * self.read_seconds, "compute": 1000 * self.compute_seconds},
         }
         if self.trace:
+            answer["threshold"] = self.threshold
             answer["trace"] = [vars(step) for step in self.trace]
         return answer
 
@@ -152,6 +155,7 @@ def conclude(
         _trace(labels, outcome, index, known.temperature),
         attention,
         None if known.unsure is None else bool(probabilities[index] < known.unsure.threshold),
+        None if depth.rule.name == "fixed" else _number(depth.threshold),
     )
 
 
@@ -168,6 +172,7 @@ def _trace(labels: tuple[str, ...], outcome: Outcome, index: int, temperature: f
             s.margin,
             labels[int(s.logits.argmax())],
             float(dynamics.softmax(s.logits / temperature)[index]),
+            _number(s.score),
         )
         for s in outcome.trace
     )

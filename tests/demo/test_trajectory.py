@@ -15,6 +15,7 @@ from odevit_serve.bundle import TeacherFacts
 from odevit_serve.demo import html as cards
 from odevit_serve.demo import plots, trajectory
 from odevit_serve.demo.trajectory import Choice
+from odevit_serve.runtime.exits import ExitReason
 from odevit_serve.serving.engine import Engine
 
 
@@ -94,10 +95,27 @@ def test_the_exit_is_marked_where_margin_and_travel_cross(engine: Engine) -> Non
     left = run.depth.threshold * run.trajectory.travel
     assert run.trajectory.margin[run.steps - 1] >= left[run.steps - 1]
     assert (run.trajectory.margin[: run.steps - 1] < left[: run.steps - 1]).all()
-    drawn = plots.travel(run)
-    assert f"cross at step {run.steps}" in drawn
+    drawn = plots.decision(run)
+    assert f"reached at step {run.steps}" in drawn
+    assert "expected travel" in drawn
     assert 'class="ring"' in drawn
     assert f"Stopped early at step {run.steps} of {run.depth.steps}: the margin reached" in cards.sentence(run)
+
+
+@pytest.mark.parametrize(("rule", "threshold"), [("drift", 0.2), ("confidence", 0.6), ("contraction", -0.01)])
+def test_what_is_drawn_is_what_the_rule_decides_by(engine: Engine, rule: str, threshold: float) -> None:
+    """Also where that is not the margin against the travel."""
+    run = trajectory.run(engine, "tiny", picture(1), Choice(rule=rule, threshold=threshold))
+    assert (run.trajectory.score[: run.steps - 1] < threshold).all()
+    assert np.isnan(run.trajectory.score[-1])
+    drawn = plots.decision(run)
+    if run.reason is ExitReason.EARLY:
+        assert run.trajectory.score[run.steps - 1] >= threshold
+        assert f"reached at step {run.steps}" in drawn
+    assert rule in drawn
+    assert "No rule ends this image early" in plots.decision(
+        trajectory.run(engine, "tiny", picture(1), Choice(adaptive=False))
+    )
 
 
 def test_plots_hold_no_nan_and_escape_names(engine: Engine, tiny_bundle: Path) -> None:

@@ -33,9 +33,9 @@ def test_overlays_per_head_and_mean() -> None:
     assert not np.array_equal(np.asarray(got["head1"]), np.asarray(got["head2"]))
 
 
-def prediction(steps: int) -> Prediction:
+def prediction(steps: int, rule: str = "travel") -> Prediction:
     trace = tuple(
-        TraceStep(i, i * 0.5, 1.0 / i, None if i == 1 else -0.1, 0.2 - 0.1 * i, 0.1, None, 0.1 * i, "cat", 0.1 * i)
+        TraceStep(i, i * 0.5, 1.0, None, 0.2 - 0.1 * i, 0.1, 1.0, 0.1 * i, "cat", 0.1 * i, score=0.15 * i)
         for i in range(1, steps + 1)
     )
     return Prediction(
@@ -46,7 +46,7 @@ def prediction(steps: int) -> Prediction:
         steps,
         8,
         ExitReason.EARLY,
-        "travel",
+        rule,
         1.0,
         None,
         True,
@@ -54,15 +54,27 @@ def prediction(steps: int) -> Prediction:
         0.0,
         0.0,
         trace,
+        threshold=0.5,
     )
 
 
 def test_trace_plot_draws_its_lines() -> None:
     for steps in (1, 2, 8):
-        picture = pictures.trace_plot(prediction(steps), threshold=0.5)
+        picture = pictures.trace_plot(prediction(steps))
         pixels = np.asarray(picture).reshape(-1, 3).astype(int)
-        for color in (pictures.GREEN, pictures.BLUE):
+        for color in (pictures.GREEN, pictures.BLUE, pictures.ORANGE):
             assert (np.abs(pixels - color).sum(1) < 12).sum() > 20 * steps
+
+
+def test_what_a_rule_compares_is_what_is_drawn() -> None:
+    def lines(rule: str) -> dict[str, list[float | None]]:
+        panel = pictures._decision(prediction(8, rule), (8.0, ""))
+        return {line.name: [None if y is None else round(y, 3) for y in line.y[:7]] for line in panel.lines}
+
+    reached = [round(0.15 * i, 3) for i in range(1, 8)]
+    assert set(lines("travel")) == {"margin", "0.5 x expected travel"}
+    assert lines("drift")["what drift compares"] == reached  # times a travel of 1
+    assert lines("confidence") == {"score": reached}
 
 
 def test_line_goes_where_its_numbers_say() -> None:
