@@ -41,13 +41,14 @@ def row_of(result: Result, top: int) -> dict[str, Any]:
         "margin": result.margin,
         "exponent": result.exponent,
         "guaranteed": result.guaranteed,
+        "unsure": result.unsure,
     }
 
 
 FIELDS = {
     "source": "string", "label": "string", "probability": "double", "labels": "strings", "probabilities": "doubles",
     "steps": "int", "full_steps": "int", "exit": "string", "rule": "string", "margin": "double", "exponent": "double",
-    "guaranteed": "bool", "error": "string",
+    "guaranteed": "bool", "unsure": "bool", "error": "string",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import shutil
 import socket
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from servers import SlowSlots, nothing_left, png, running, until
 
 import odevit_serve
+from odevit_serve import bundle
 from odevit_serve.runtime.model import BundleModel
 from odevit_serve.serving.engine import Engine
 from odevit_serve.serving.http.middleware import Options
@@ -111,7 +114,32 @@ def test_inference(plain: tuple[Engine, Any], model: BundleModel) -> None:
     some = [triton.InferRequestedOutput("label")]
     prepared = client.infer("random", [pixels], outputs=some, parameters={"max_steps": 2})
     assert [output.name for output in prepared.get_response().outputs] == ["label"]
+    assert "unsure" not in [output.name for output in answer.get_response().outputs]  # nothing was proven here
     assert prepared.as_numpy("label").tolist() == [p.label.encode() for p in model.predict(PICTURES, max_steps=2)]
+
+
+def test_marks_are_tensors_here_and_over_http(tiny_bundle: Path, tmp_path: Path) -> None:
+    """`guaranteed` of every model, `unsure` of one that has the mark."""
+    folder = shutil.copytree(tiny_bundle, tmp_path / "random")
+    chances = [p.probability for p in odevit_serve.load(folder, threads=1).predict(PICTURES)]
+    mark = bundle.Unsure(float(np.median(chances)), 0.1, 0.05, 100)
+    config = bundle.read_config(folder)
+    bundle.write_config(folder, config.replace(confidence=bundle.Confidence(1.0, 100, unsure=mark)))
+    loaded = odevit_serve.load(folder, threads=1)
+    expected = [[p.guaranteed, p.unsure] for p in loaded.predict(PICTURES)]
+    assert {unsure for _, unsure in expected} == {True, False}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with running(Engine(loaded, slots=4), Options(grpc=address)) as http:
+        found = triton.InferenceServerClient(address).infer("random", [encoded(PICTURES)])
+        assert np.stack([found.as_numpy(name) for name in ("guaranteed", "unsure")], 1).tolist() == expected
+        data = [base64.b64encode(picture).decode() for picture in PICTURES]
+        asked = {"inputs": [{"name": "image", "shape": [len(data)], "datatype": "BYTES", "data": data}]}
+        answer = httpx.post(f"{http}/v2/models/random/infer", json=asked, timeout=30).json()
+        outputs = {output["name"]: output for output in answer["outputs"]}
+        assert [list(pair) for pair in zip(outputs["guaranteed"]["data"], outputs["unsure"]["data"])] == expected
+        assert outputs["unsure"]["datatype"] == "BOOL"
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,19 @@ class Inference(BaseModel):
 
 
 def outputs_of(config: Config) -> dict[str, tuple[str, list[int], Callable[[Sequence[Answer]], np.ndarray]]]:
-    """Output tensors: data type, shape of a row, and how they are made of answers."""
+    """Output tensors: data type, shape of a row, and how they are made of answers.
+
+    `unsure` is there where calibration has proven a mark: a tensor has no third value for "nothing was proven".
+    """
     classes = config.architecture.classes
 
     def text(of: Callable[[Answer], str]) -> Callable[[Sequence[Answer]], np.ndarray]:
         return lambda given: np.array([of(a).encode() for a in given], object)
 
+    def flag(of: Callable[[Answer], bool | None]) -> Callable[[Sequence[Answer]], np.ndarray]:
+        return lambda given: np.array([bool(of(a)) for a in given], bool)
+
+    marked = config.confidence is not None and config.confidence.unsure is not None
     return {
         "probabilities": (
             "FP32", [classes], lambda given: np.stack([a.prediction.probabilities for a in given]).astype(np.float32),
@@ -78,6 +85,8 @@ def outputs_of(config: Config) -> dict[str, tuple[str, list[int], Callable[[Sequ
                 [math.nan if a.prediction.margin is None else a.prediction.margin for a in given], np.float32
             ),
         ),
+        "guaranteed": ("BOOL", [], flag(lambda a: a.prediction.guaranteed)),
+        **({"unsure": ("BOOL", [], flag(lambda a: a.prediction.unsure))} if marked else {}),
     }  # fmt: skip
 
 
