@@ -2,9 +2,12 @@
 
     python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
         [--teacher-weights FILE [--teacher-size PX --teacher-patch PX]] [--apart GLOB,GLOB] [--full-size DATA]
+        [--unsure 0.05]
 
-It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside,
-reads the test images once, times the teacher beside it, and writes what came out into the card.
+It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside for
+that (exits, temperature, and the mark of unsure answers), reads the test images once, times the teacher beside it, and
+writes what came out into the card. Where training set none aside, test images calibrate: never those that trained the
+model or chose its weights.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 from .. import bundle
 from ..benchmark.torch_rows import teacher_time
 from ..guarantee.calibrate import calibrate, open_images
+from ..guarantee.confidence import NoMark
 from ..model_card import write_card
 from ..train.model import ODEViT
 from ..train.recipe import Teaching
@@ -26,7 +30,7 @@ from ..train.val import NO_TEACHER, ValidationPlan, validate
 from . import parts
 from .job import install
 
-EPSILON, DELTA = 0.01, 0.05
+EPSILON, DELTA, UNSURE = 0.01, 0.05, 0.05
 
 
 def ship(
@@ -38,6 +42,7 @@ def ship(
     expert: Teaching = NO_TEACHER,
     apart: Sequence[str] = (),
     full_size: str = "",
+    unsure: float | None = UNSURE,
 ) -> None:
     model = ODEViT.from_pretrained(source)
     config = model.config
@@ -48,7 +53,7 @@ def ship(
         made = Path(scratch) / folder.name
         model.save_pretrained(made, half=True)
         parts(made)
-        calibrate(made, open_images(data, _aside(config), division=config.division), EPSILON, DELTA)
+        prove(made, data, unsure)
         config = bundle.read_config(made)
         if config.teacher:
             time = round(teacher_time(made, config.teacher, Path(scratch)), 2)
@@ -59,9 +64,18 @@ def ship(
         install(made, folder, Path(scratch))
 
 
-def _aside(config: bundle.Config) -> str:
-    """The images to calibrate on: those set aside for it, else those that chose the model."""
-    return "calibration" if config.division is not None and config.division.calibration else "validation"
+def prove(folder: Path, data: str, unsure: float | None) -> None:
+    """Calibrate a bundle on images that neither trained nor chose it; without a mark where none can be proven."""
+    division = bundle.read_config(folder).division
+    split = "calibration" if division is not None and division.calibration else "test"
+    images = open_images(data, split, division=division)
+    words = f"{len(images):,} images of the split {split!r}, seed 0"
+    try:
+        report = calibrate(folder, images, EPSILON, DELTA, chosen_as=words, unsure=unsure)
+    except NoMark as error:
+        print(error)
+        report = calibrate(folder, images, EPSILON, DELTA, chosen_as=words)
+    print("images end by:", report.policy.calibration.exits if report.policy.calibration else {})
 
 
 def measure(
@@ -129,6 +143,7 @@ if __name__ == "__main__":
     parser.add_argument("--teacher-patch", type=int, default=0)
     parser.add_argument("--apart", default="", help="patterns of file names to measure on their own, with commas")
     parser.add_argument("--full-size", default="", help="full-size photographs of the same classes")
+    parser.add_argument("--unsure", type=float, default=UNSURE, metavar="ALPHA")
     parser.add_argument("--into", type=Path, default=bundle.MODELS)
     given = parser.parse_args()
     words = {"name": given.teacher, "note": given.teacher_note, "license": given.teacher_license}
@@ -140,4 +155,5 @@ if __name__ == "__main__":
         whole=bool(given.teacher_size),
     )
     apart = [glob for glob in given.apart.split(",") if glob]
-    ship(given.source, given.into / given.name, given.data, given.note, words, seen, apart, given.full_size)
+    into, full = given.into / given.name, given.full_size
+    ship(given.source, into, given.data, given.note, words, seen, apart, full, given.unsure)

@@ -1,7 +1,8 @@
-"""`odevit-serve calibrate`: earn the guarantee that an early answer is the full-depth answer."""
+"""`odevit-serve calibrate`: bound how often an early answer differs from the full-depth answer, and prove it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from . import app, say
 if TYPE_CHECKING:
     from PIL import Image
 
+    from ..bundle import Confidence
     from ..guarantee.calibrate import Report
 
 
@@ -24,7 +26,7 @@ def calibrate(
     source: str = typer.Argument(
         None,
         metavar="[BUNDLE|FILE.onnx]",
-        help="Bundle folder or onnx-adaptive file; the result is written into it, or into --output.",
+        help="Bundle folder or exported file; the result is written into it, or into --output.",
     ),
     data: str = typer.Option(
         None, help="Pictures like those to come: a folder, zip file or .npz; labels if it has them."
@@ -36,6 +38,7 @@ def calibrate(
     delta: float = typer.Option(0.05, help="Chance that the guarantee does not hold."),
     rule: str = typer.Option("auto", help="Exit rule to calibrate; auto: the one that needs the fewest steps."),
     steps: int = typer.Option(None, min=1, help="Prove it for this many steps, in a bundle of its own (--output)."),
+    solver: str = typer.Option(None, help="Prove it for this solver, in a bundle of its own (--output)."),
     output: Path = typer.Option(None, "--output", "-o", metavar="DIR", help="Write the calibrated bundle here."),
     target: str = typer.Option(
         "agreement", help="agreement with full depth, or accuracy (the drop of it; needs labels)."
@@ -46,7 +49,8 @@ def calibrate(
     split: str = typer.Option(
         None,
         metavar="SPLIT",
-        help="train, val, test, or calibration: what training set aside for this. Default: that, else test, val, all.",
+        help="test, val, train, or calibration: what training set aside for this. Default: that, else test, val, all; "
+        "never what trained this model or chose its weights.",
     ),
     limit: int = typer.Option(None, min=1, help="Use at most this many images, drawn at random."),
     seed: int = typer.Option(0, help="Seed of the random split into measuring and testing images."),
@@ -56,9 +60,10 @@ def calibrate(
     threads: int = typer.Option(None, min=1, help="Threads of onnxruntime."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout."),
 ) -> None:
-    """Choose the threshold of an exit rule so that early answers provably differ on at most epsilon of images."""
+    """Choose a threshold at which, with confidence 1 - delta, early answers differ on at most epsilon of such images."""
     from .. import bundle
     from ..guarantee import calibrate as calibration
+    from ..guarantee.provenance import choose_images
     from ..runtime.sessions import read_metadata
 
     folder = bundle.find(source)
@@ -66,31 +71,32 @@ def calibrate(
         raise UsageError(f"{folder.name} is part of the installed package: give a folder for the result with --output")
     if (data is None) == (from_audit is None):
         raise UsageError("give either --data or --from-audit")
-    if not folder.is_dir() and (from_audit is not None or (steps, rule, target) != (None, "auto", "agreement")):
+    fixed = (steps, solver, rule, target) != (None, None, "auto", "agreement")
+    if not folder.is_dir() and (from_audit is not None or fixed):
         raise UsageError(f"{folder.name} is one graph: its rule and steps are fixed, and --data proves agreement")
     if from_audit is not None:
         from ..guarantee.from_audit import calibrate_from_audit
 
-        if steps is not None or rule != "auto" or target != "agreement" or unsure is not None:
+        if fixed or unsure is not None:
             raise UsageError("--from-audit keeps the rule and the steps of the server, and proves agreement only")
         report = calibrate_from_audit(folder, from_audit, epsilon, delta, seed, threads, output, limit)
         _finish(report, output or folder, plot, as_json)
         return
     config = bundle.read_config(folder) if folder.is_dir() else read_metadata(folder)
-    division = config.division
-    if split is None and division is not None and division.calibration:
-        split = "calibration"
-    if split in ("train", "validation"):
-        say(f"warning: the images of the split {split!r} trained or chose this model: they are not like those to come")
-    images = calibration.open_images(data, split, limit, seed, division)
-    chosen_as = f"{len(images):,} images of the split {split or 'held out'!r}, seed {seed}"
+    chosen = choose_images(config, data, split, limit, seed)
+    if chosen.warning:
+        say(f"warning: {chosen.warning}")
+    images = chosen.images
     if not folder.is_dir():
         from ..guarantee.of_file import calibrate_file
 
-        report = calibrate_file(
-            folder, images, epsilon, delta, seed, threads, output=output, chosen_as=chosen_as, unsure=unsure
+        found = calibrate_file(
+            folder, images, epsilon, delta, seed, threads, output=output, chosen_as=chosen.words, unsure=unsure
         )
-        _finish(report, output or folder, plot, as_json)
+        if isinstance(found, bundle.Confidence):
+            _show_confidence(found, output or folder, as_json)
+        else:
+            _finish(found, output or folder, plot, as_json)
         return
     with _progress(len(images)) as advance:
         report = calibration.calibrate(
@@ -105,7 +111,8 @@ def calibrate(
             advance,
             output,
             steps,
-            chosen_as=chosen_as,
+            solver,
+            chosen_as=chosen.words,
             unsure=unsure,
         )
     _finish(report, output or folder, plot, as_json)
@@ -120,6 +127,19 @@ def _finish(report: Report, written: Path, plot: Path | None, as_json: bool) -> 
         typer.echo(json.dumps(summary(report), indent=2))
         return
     _print(report, written, picture)
+
+
+def _show_confidence(known: Confidence, written: Path, as_json: bool) -> None:
+    """Of a file of fixed depth: no exit, no threshold, only what its probabilities mean."""
+    if as_json:
+        typer.echo(json.dumps({"calibration": None, "confidence": dataclasses.asdict(known)}, indent=2))
+        return
+    from ..model_card import confidence_sentence
+
+    say("a file of fixed depth: nothing ends early in it, and there is no threshold to prove")
+    say(confidence_sentence(known))
+    say(f"written to {written}")
+    say(f"next: odevit-serve predict --model {written} PATH...")
 
 
 @contextmanager

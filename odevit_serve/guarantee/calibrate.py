@@ -13,8 +13,10 @@ hypothesis of the sequence to be rejected, and that happens with probability at 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from ..runtime import exits
 from ..runtime.dynamics import Floats
 from ..runtime.exits import RULES, ExitReason, Rule
 from ..runtime.model import BundleModel
+from ..solvers import SOLVERS
 from .bounds import binomial_tail, upper_bound
 from .confidence import measure_confidence
 from .recording import Followed, Recorder, Recording
@@ -191,12 +194,44 @@ def calibrate(
     """
     check_numbers(epsilon, delta, target, len(images))
     config = bundle.read_config(folder)
-    own = replace(config.integration, steps=steps or config.integration.steps)
-    if solver not in (None, own.solver):
-        raise UsageError(f"the bundle steps by {own.solver}: export it for {solver} first, then calibrate that")
-    if own != config.integration and output is None:
-        raise UsageError("a proof for other steps than the bundle's own needs a bundle of its own: give --output")
-    config = config.replace(integration=own)
+    before = config.integration
+    own = replace(before, steps=steps or before.steps, solver=solver or before.solver)
+    if own.solver not in SOLVERS:
+        raise UsageError(f"unknown solver {own.solver!r}: choose one of {', '.join(SOLVERS)}")
+    if own != before and output is None:
+        raise UsageError(
+            "a proof for other steps or another solver than the bundle's needs a bundle of its own: give --output"
+        )
+    with contextlib.ExitStack() as stack:
+        if own.solver != before.solver:
+            from ..runtime.graphs import rearrange
+
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            rearrange(folder, config, own, scratch)
+            folder = scratch
+        return _calibrate(
+            folder, config.replace(integration=own), images, epsilon, delta, rule, target, seed, threads, advance,
+            output, chosen_as, unsure,
+        )  # fmt: skip
+
+
+def _calibrate(
+    folder: Path,
+    config: Config,
+    images: Images,
+    epsilon: float,
+    delta: float,
+    rule: str,
+    target: str,
+    seed: int,
+    threads: int | None,
+    advance: Callable[[], None],
+    output: Path | None,
+    chosen_as: str,
+    unsure: float | None,
+) -> Report:
+    """The same for a folder whose graphs step as the configuration says."""
+    own = config.integration
     model = BundleModel(folder, config, threads=threads)
     labels = match_labels(images, config)
     if target == "accuracy" and labels is None:

@@ -22,6 +22,10 @@ LINES = 64  # thresholds on confidence that are tried
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
+class NoMark(UserError):
+    """No threshold on confidence passed its test."""
+
+
 def negative_log_likelihood(logits: Floats, labels: np.ndarray, temperature: float = 1.0) -> float:
     scaled = logits.astype(float) / temperature
     top = scaled.max(-1, keepdims=True)
@@ -106,7 +110,7 @@ def measure_confidence(
         grid = unsure_thresholds(confidences(logits, temperature), right, len(truth), alpha)
         unsure = choose_unsure(confidences(others, temperature), others.argmax(-1) == truth, grid, alpha, delta)
         if unsure is None:
-            raise UserError(
+            raise NoMark(
                 f"no threshold on confidence could be proven to leave at most {alpha:g} wrong among the answers that "
                 f"are not marked, with confidence {1 - delta:g}: allow more, or give more images; nothing was changed"
             )

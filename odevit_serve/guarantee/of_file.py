@@ -3,6 +3,8 @@
 A single file shows answers and depths, no scores. So it is run as a whole at one threshold after the other, and its
 answers are compared with those at an infinite one, which is full depth. The measuring images choose a short sequence of
 thresholds, the others test it, as in `calibrate`. The limit on Lyapunov times is part of the graph and of the proof.
+
+In a file of fixed depth nothing ends early. With labels it gets what its probabilities mean, and no proof of exits.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle import Calibration, Config
+from ..bundle import Calibration, Confidence, Config
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import atomic
@@ -29,6 +31,7 @@ from .calibrate import Report, Rival, Row, check_numbers, match_labels, measurin
 from .confidence import measure_confidence
 
 SCALES = tuple(2.0**power for power in range(4, -7, -1))  # of the file's own threshold: how far others lie from it
+FEWEST = 100  # labelled images that a file of fixed depth is given
 BEFORE = 2  # stricter thresholds that are tested before the one that looks right
 
 
@@ -93,19 +96,30 @@ def calibrate_file(
     output: Path | None = None,
     chosen_as: str = "",
     unsure: float | None = None,
-) -> Report:
+) -> Report | Confidence:
     """Prove a threshold for an adaptive file, and with labels fit its probabilities; write both into it."""
-    check_numbers(epsilon, delta, "agreement", len(images))
     model = FileModel(path, threads=threads)
     compute, config = model.compute(), model.config
-    if not compute.adaptive or config.exit.rule == "fixed":
-        raise UsageError(f"{path.name} has a fixed depth of {config.integration.steps} steps: nothing ends early in it")
     labels = match_labels(images, config)
+    fixed = not compute.adaptive or config.exit.rule == "fixed"
+    if fixed and labels is None:
+        raise UsageError(
+            f"{path.name} has a fixed depth of {config.integration.steps} steps: nothing ends early in it, and there "
+            "is no threshold to prove; images with labels fit a temperature and, with --unsure, prove a mark"
+        )
+    check_numbers(0.5 if fixed else epsilon, delta, "agreement", len(images))
     if unsure is not None and (labels is None or not 0 < unsure < 1):
         raise UserError("--unsure is a fraction, and needs labels that match the model's: class folders, or y arrays")
     order = np.random.default_rng(seed).permutation(len(images))
     first, second = order[: measuring(len(order))], order[measuring(len(order)) :]
     runner = Runner(model, images, advance)
+    if fixed and labels is not None:
+        if len(images) < FEWEST:
+            raise UserError(f"a temperature needs at least {FEWEST} labelled images, and there are {len(images)}")
+        parts = [(runner.run(rows, None).logits, labels[rows]) for rows in (first, second)]
+        found = measure_confidence(parts[0], parts[1], unsure, delta)
+        _write(path, output or path, config.replace(confidence=found))
+        return found
     rivals, sequence = _measure(runner, first, config.exit.threshold, epsilon)
     full = runner.run(second, math.inf)
     rows: list[Row] = []

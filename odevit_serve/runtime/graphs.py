@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -491,3 +492,17 @@ def write_metadata(model: onnx.ModelProto, config: Config, **plain: object) -> N
     del model.metadata_props[:]
     for key, value in keys.items():
         model.metadata_props.add(key=key, value=str(value))
+
+
+def rearrange(folder: Path, config: Config, wanted: Integration, target: Path) -> None:
+    """The weights and graphs of a bundle in another folder, its stem and step put together for other integration."""
+    parts = Parts.of(folder, config)
+    precision = properties(read(folder / bundle.STEP)).get("precision", "fp32")
+    graphs = {bundle.STEM: stem_graph(parts, wanted), bundle.STEP: step_graph(parts, wanted)}
+    for name in (bundle.WEIGHTS, bundle.ATTENTION):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
+    for name, graph in graphs.items():
+        plain = {"format": "parts", "part": name.removesuffix(".onnx"), "precision": precision}
+        write_metadata(graph, config.replace(integration=wanted), **plain, weights=parts.weights_digest)
+        onnx.save(graph, target / name)
