@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import bundle
 from ..benchmark.torch_rows import teacher_time
-from ..guarantee.calibrate import calibrate, open_images
+from ..guarantee.calibrate import calibrate, match_labels, open_images
 from ..guarantee.confidence import NoMark
 from ..model_card import write_card
 from ..train.model import ODEViT
@@ -66,12 +66,14 @@ def ship(
 
 def prove(folder: Path, data: str, unsure: float | None) -> None:
     """Calibrate a bundle on images that neither trained nor chose it; without a mark where none can be proven."""
-    division = bundle.read_config(folder).division
+    config = bundle.read_config(folder)
+    division = config.division
     split = "calibration" if division is not None and division.calibration else "test"
     images = open_images(data, split, division=division)
     words = f"{len(images):,} images of the split {split!r}, seed 0"
+    labelled = match_labels(images, config) is not None
     try:
-        report = calibrate(folder, images, EPSILON, DELTA, chosen_as=words, unsure=unsure)
+        report = calibrate(folder, images, EPSILON, DELTA, chosen_as=words, unsure=unsure if labelled else None)
     except NoMark as error:
         print(error)
         report = calibrate(folder, images, EPSILON, DELTA, chosen_as=words)

@@ -60,7 +60,7 @@ def calibrate(
     threads: int = typer.Option(None, min=1, help="Threads of onnxruntime."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON to stdout."),
 ) -> None:
-    """Choose a threshold at which, with confidence 1 - delta, early answers differ on at most epsilon of such images."""
+    """Choose a threshold at which, with confidence 1 - delta, early answers differ on at most epsilon of images."""
     from .. import bundle
     from ..guarantee import calibrate as calibration
     from ..guarantee.provenance import choose_images
