@@ -43,6 +43,7 @@ from .load import Load, generate
 
 SYSTEMS = {
     "continuous": "this engine",
+    "audited": "this engine with --audit 0.02",
     "synchronous": "the same engine, a batch runs until all of it has exited",
     "fixed": "fixed depth, dynamic batching (this server, unrolled ONNX)",
     "litserve": "LitServe, unrolled ONNX",
@@ -50,6 +51,7 @@ SYSTEMS = {
     "cnn": "LitServe, a CNN of ResNet-20's size (random weights)",
 }
 BY_LITSERVE = ("litserve", "cnn")
+AUDIT = 0.02  # of the answers
 CLIENTS = (1, 8, 32, 128)
 SLOTS = 32
 
@@ -108,8 +110,9 @@ def process(system: str, model: Path, unrolled: Path, threads: int) -> Iterator[
     source = unrolled if system in ("fixed", *BY_LITSERVE) else model
     if system == "cnn":
         source = cnn.write(unrolled.with_name("cnn.onnx"), bundle.read_config(model))
-    if system in ("continuous", "fixed"):
+    if system in ("continuous", "audited", "fixed"):
         options = ["--slots", str(SLOTS), "--queue", "1024", "--log", "off", "--threads", str(threads)]
+        options += ["--audit", str(AUDIT)] if system == "audited" else []
         command = [sys.executable, "-m", "odevit_serve", "serve", str(source), "--port", str(port), *options]
     else:
         module = "odevit_serve.benchmark.litserve" if system in BY_LITSERVE else "odevit_serve.benchmark.serve"
@@ -171,7 +174,34 @@ def compare(
     full = bundle.read_config(model).integration.steps
     rows = [_median(name, count, runs, full) for (name, count), runs in seen.items()]
     rows.sort(key=lambda row: (row["clients"], list(SYSTEMS).index(row["system"])))
-    return {"rows": rows, "ratios": ratios(rows), "threads": threads, "rounds": rounds, "seconds": seconds, **_where()}
+    result = {"rows": rows, "ratios": ratios(rows), "audit": audit_cost(seen, full)}
+    return {**result, "threads": threads, "rounds": rounds, "seconds": seconds, **_where()}
+
+
+def audit_cost(seen: dict[tuple[str, int], list[dict[str, Any]]], full: int) -> dict[str, Any]:
+    """What the audit takes, by number of clients: medians over rounds of one server against the other.
+
+    `allowed` is what continuing 2% of the images from their mean depth to full depth explains, and three points more.
+    """
+    found: dict[str, Any] = {}
+    for (name, clients), runs in seen.items():
+        plain = seen.get(("continuous", clients))
+        if name != "audited" or not plain:
+            continue
+        depth = statistics.mean(run["mean_depth"] for run in plain if run["mean_depth"])
+        ended = sum(run["audited"] + run["dropped"] for run in runs)
+        found[str(clients)] = {
+            "throughput_lost": 1 - _between(runs, plain, "images_per_second"),
+            "cpu_added": _between(runs, plain, "cpu_ms") - 1,
+            "allowed": AUDIT * full / depth + 0.03,
+            "coverage": sum(run["audited"] for run in runs) / ended if ended else None,
+            "audited": sum(run["audited"] for run in runs),
+        }
+    return found
+
+
+def _between(runs: list[dict[str, Any]], others: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(run[key] / other[key] for run, other in zip(runs, others, strict=True))
 
 
 def _load(
@@ -181,9 +211,19 @@ def _load(
     if system in BY_LITSERVE:
         bodies = [json.dumps({"image": base64.b64encode(picture).decode()}).encode() for picture in pictures]
         path, kind = "/predict", "application/json"
-    before = cpu_seconds(session)
+    before, counted = cpu_seconds(session), _audited(address, system)
     load = asyncio.run(generate(address, bodies, clients, seconds, path, kind))
-    return {**load.summary(), "cpu_ms": _each(cpu_seconds(session) - before, len(load.latencies))}
+    found = {**load.summary(), "cpu_ms": _each(cpu_seconds(session) - before, len(load.latencies))}
+    return found | {name: count - counted[name] for name, count in _audited(address, system).items()}
+
+
+def _audited(address: str, system: str) -> dict[str, int]:
+    """Images drawn for the audit so far that were followed to full depth, and those that were dropped."""
+    if system != "audited":
+        return {}
+    with urllib.request.urlopen(f"{address}/v1/model", timeout=30) as answer:
+        audit = json.load(answer)["audit"]
+    return {"audited": audit["audited"], "dropped": sum(audit["dropped"].values())}
 
 
 def in_process(model: Model, pictures: Sequence[bytes], clients: int, seconds: float) -> dict[str, Any]:

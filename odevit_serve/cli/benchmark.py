@@ -86,7 +86,9 @@ def serve(
     rounds: int = typer.Option(3, "--rounds", min=1, max=50),
     threads: int = typer.Option(None, "--threads", min=1, help="Threads of onnxruntime in each. Default: one a core."),
     systems: str = typer.Option(
-        None, "--systems", help="Some of continuous,synchronous,fixed,litserve,in-process,cnn. Default: all."
+        None,
+        "--systems",
+        help="Some of continuous,audited,synchronous,fixed,litserve,in-process,cnn. Default: all but audited.",
     ),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
@@ -98,7 +100,8 @@ def serve(
     from ..export.job import Settings, export
     from ..runtime.model import load_bundle
 
-    names = [name.strip() for name in (systems or ",".join(measure.SYSTEMS)).split(",")]
+    default = [name for name in measure.SYSTEMS if name != "audited"]
+    names = [name.strip() for name in systems.split(",")] if systems else default
     for name in names:
         if name not in measure.SYSTEMS:
             raise UsageError(f"unknown system {name!r}: choose of {', '.join(measure.SYSTEMS)}")
@@ -114,6 +117,8 @@ def serve(
         loaded = load_bundle(folder)
         spread = measure.depths(loaded, chosen)
         say(f"{loaded.config.name}: {len(chosen)} pictures, mean depth {spread['mean']:.1f} of {spread['full']}")
+        if "audited" in names and loaded.config.exit.calibration is None:
+            raise UsageError(f"{loaded.config.name} has no guarantee that could be audited: calibrate it first")
         unrolled = Path(scratch) / "unrolled.onnx"
         export(str(folder), Settings(format="onnx", output=str(unrolled)))
         result = measure.compare(folder, unrolled, chosen, _numbers(clients), seconds, rounds, threads, names, say)
@@ -220,3 +225,9 @@ def _print(result: dict[str, Any], systems: dict[str, str]) -> None:
     for clients, others in result["ratios"].items():
         parts = [f"{v['images_per_second']:.2f}x {name} (p99 {v['p99']:.2f}x)" for name, v in others.items()]
         console.print(f"{clients} clients, images/s of this engine: {', '.join(parts)}")
+    for clients, cost in result["audit"].items():
+        coverage = "none" if cost["coverage"] is None else f"{cost['coverage']:.1%}"
+        console.print(
+            f"{clients} clients, the audit: {cost['throughput_lost']:.1%} of images/s (allowed {cost['allowed']:.1%}), "
+            f"{cost['cpu_added']:+.1%} CPU an image, coverage {coverage} of {cost['audited']:,} and those dropped"
+        )

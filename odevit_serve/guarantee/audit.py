@@ -9,6 +9,9 @@ at any time at all (Ville's inequality), so it may be watched for ever and the t
 on the bets little by little, one part after each difference, so that a change that comes late, after the early bets
 have lost all they had, still meets fresh money. `ThresholdSearch` bets the other way round, on agreement, at each of
 a fixed sequence of thresholds. Nothing here knows of servers or models.
+
+Of several streams, such as those of replicas, the mean of the evidence is evidence again: one who spreads the money
+over all of them. Counts of different streams are not added, since which stream is looked at when may depend on them.
 """
 
 from __future__ import annotations
@@ -96,11 +99,6 @@ class Betting:
 
     def interval(self) -> tuple[float, float]:
         return confidence_sequence(self.differences, self.images, self.delta)
-
-
-def combined(evidence: Sequence[float]) -> float:
-    """The evidence of several streams, such as those of replicas: the mean of e-values is one, counts are not added."""
-    return float(np.mean(evidence)) if len(evidence) else 1.0
 
 
 def confidence_sequence(differences: int, images: int, delta: float) -> tuple[float, float]:

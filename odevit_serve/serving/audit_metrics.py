@@ -15,6 +15,7 @@ def audit_metrics(audit: Audit) -> Iterator[Metric]:
     gauges = {
         "rejected": ("1 while the guarantee stands rejected at level delta.", float(found["state"] == REJECTED)),
         "evidence": ("E-value against disagreement of at most epsilon; 1/delta rejects.", found["evidence"]),
+        "rejects_at": ("Evidence that rejects: 1/delta.", found["rejects_at"]),
         "disagreement_low": (
             "Lower end of its confidence sequence, since the test began.",
             found["disagreement"]["low"],

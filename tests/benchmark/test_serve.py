@@ -12,7 +12,15 @@ from servers import png
 import odevit_serve
 from odevit_serve import bundle
 from odevit_serve.benchmark.load import Load
-from odevit_serve.benchmark.serve import BY_LITSERVE, SYSTEMS, SynchronousSlots, compare, ratios, some_pictures
+from odevit_serve.benchmark.serve import (
+    BY_LITSERVE,
+    SYSTEMS,
+    SynchronousSlots,
+    audit_cost,
+    compare,
+    ratios,
+    some_pictures,
+)
 from odevit_serve.runtime.model import BundleModel
 from odevit_serve.runtime.slots import Job
 from odevit_serve.serving.engine import Engine
@@ -71,19 +79,34 @@ def test_the_sums() -> None:
     assert ratios(rows) == {"8": {"fixed": {"images_per_second": 2.0, "p99": 0.25}}}
 
 
+def test_the_cost_of_the_audit_is_that_of_neighbouring_rounds() -> None:
+    def run(speed: float, **more: float) -> dict[str, float]:
+        return {"images_per_second": speed, "cpu_ms": 1000 / speed, "mean_depth": 2.0, **more}
+
+    plain = [run(100.0), run(200.0), run(50.0)]
+    audited = [run(90.0, audited=8, dropped=0), run(150.0, audited=9, dropped=1), run(45.0, audited=2, dropped=0)]
+    found = audit_cost({("continuous", 8): plain, ("audited", 8): audited, ("fixed", 8): plain}, 8)["8"]
+    assert found["throughput_lost"] == pytest.approx(0.1)
+    assert found["cpu_added"] == pytest.approx(1 / 9)
+    assert found["allowed"] == pytest.approx(0.02 * 4 + 0.03)
+    assert found["coverage"] == pytest.approx(19 / 20)
+    assert audit_cost({("continuous", 8): plain}, 8) == {}
+
+
 @pytest.mark.slow
 def test_all_are_compared(tiny_bundle: Path, tmp_path: Path) -> None:
     from odevit_serve.export.job import Settings, export
 
     unrolled = tmp_path / "unrolled.onnx"
     export(str(tiny_bundle), Settings(format="onnx", output=str(unrolled)))
-    systems = list(SYSTEMS)
+    systems = [name for name in SYSTEMS if name != "audited"]  # a random model has no guarantee
     if not importlib.util.find_spec("litserve"):
         systems = [name for name in systems if name not in BY_LITSERVE]
     result = compare(tiny_bundle, unrolled, some_pictures(20, 16), [1, 4], 0.5, 1, 1, systems)
     assert [row["system"] for row in result["rows"]] == 2 * systems
     assert all(row["images"] > 0 and row["errors"] == 0 for row in result["rows"])
     assert set(result["ratios"]["4"]) == set(systems[1:])
+    assert result["audit"] == {}
     assert all(row["cpu_ms"] > 0 for row in result["rows"])
     assert {row["mean_depth"] for row in result["rows"] if row["system"] == "cnn"} <= {None}
 
