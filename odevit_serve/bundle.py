@@ -207,6 +207,7 @@ class Calibration:
     bound: float = 1.0  # its upper confidence bound
     mean_steps: float = 0.0
     exits: dict[str, float] = field(default_factory=dict)  # share of those images by the reason they ended for
+    contracting: float | None = None  # and of those that end early in the contraction region: with an exponent below 0
 
 
 @dataclass(frozen=True)

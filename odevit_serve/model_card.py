@@ -131,6 +131,8 @@ def _guarantee(config: Config) -> list[str]:
     own, policy = calibration.setting, config.exit
     limit = "" if policy.lyapunov is None else f", or once {policy.lyapunov:.3g} Lyapunov times have passed"
     shares = ", ".join(f"{name} {share:.1%}" for name, share in calibration.exits.items())
+    inside = calibration.contracting
+    region = "" if inside is None else f", {inside:.1%} of the early ones in the contraction region (exponent below 0)"
     return [
         "## Guarantee",
         "",
@@ -139,7 +141,7 @@ def _guarantee(config: Config) -> list[str]:
         f"{1 - calibration.delta:.0%} over the draw of those. It holds for {own.steps} steps of {own.solver} "
         f"({own.splitting}) over a horizon of {own.horizon:g} in {own.precision}, without a deadline or depth budget. "
         f"Seen on those images: {calibration.observed:.2%}, at a mean depth of {calibration.mean_steps:.2f} of "
-        f"{own.steps} steps. They end by: {shares}."
+        f"{own.steps} steps. They end by: {shares}{region}."
         + (f" Images: {calibration.chosen}." if calibration.chosen else ""),
         "",
     ]

@@ -190,6 +190,8 @@ def _print(report: Report, folder: Path, picture: Path) -> None:
     limit = "no limit" if policy.lyapunov is None else f"a limit of {policy.lyapunov:.3g}"
     shares = ", ".join(f"{name} {share:.1%}" for name, share in proof.exits.items())
     say(f"Lyapunov times have {limit}; images end by: {shares}")
+    if proof.contracting is not None:
+        say(f"of those that end early, {proof.contracting:.1%} do so in the contraction region: exponent below 0")
     if report.confidence is not None:
         say(confidence_sentence(report.confidence))
     if report.skipped:

@@ -272,6 +272,7 @@ def _calibrate(
     proof = Calibration(
         epsilon, delta, len(tested), recorder.digest.hexdigest(), model.graphs.setting, target, chosen_as,
         chosen.observed, chosen.bound, chosen.mean_steps, reasons(tested, scores, threshold, limit),
+        contracting(tested, tested.exit_steps(scores, threshold, limit)),
     )  # fmt: skip
     policy = ExitPolicy(winner.name, threshold, limit, tuple(travel.tolist()), own.horizon, proof)
     confidence = None
@@ -309,6 +310,15 @@ def reasons(recording: Followed, scores: Floats, threshold: float, lyapunov: flo
     by_rule = ~whole & (scores[rows, ends - 1] >= threshold)
     shares = {ExitReason.EARLY: by_rule, ExitReason.LYAPUNOV: ~whole & ~by_rule, ExitReason.HORIZON: whole}
     return {reason.short: round(float(rows_of.mean()), 4) for reason, rows_of in shares.items()}
+
+
+def contracting(recording: Recording, ends: np.ndarray) -> float | None:
+    """Of the images that end early, the share whose exponent is below 0 there; None where all go to full depth."""
+    early = ends < recording.steps
+    if not early.any():
+        return None
+    exponent = recording.exponent[np.arange(len(recording)), ends - 1]
+    return round(float((exponent[early] < 0).mean()), 4)
 
 
 def fixed_steps(

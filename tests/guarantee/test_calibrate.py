@@ -207,6 +207,8 @@ def test_calibrate_writes_a_proof(copy: Path, pictures: Images) -> None:
     assert (proof.setting.steps, proof.setting.horizon, proof.setting.precision) == (8, 4.0, "fp32")
     assert len(proof.setting.step) == len(proof.setting.stem) == 64
     assert sum(proof.exits.values()) == pytest.approx(1.0, abs=1e-3)
+    assert proof.contracting is not None
+    assert 0 < proof.contracting < 1
     assert proof.observed < proof.bound <= 0.02
     assert len(proof.data_sha256) == 64
     assert (len(after.exit.travel), after.exit.horizon) == (9, 4.0)
