@@ -2,7 +2,7 @@
 
     python -m odevit_serve.export.ship RUN/bundle NAME --data DATA [--note TEXT] [--teacher NAME --teacher-note TEXT]
         [--teacher-weights FILE [--teacher-size PX --teacher-patch PX]] [--apart GLOB,GLOB] [--full-size DATA]
-        [--unsure 0.05]
+        [--unsure 0.05] [--license NAME]
 
 It stores the weights as float16, makes the graphs of the runtime, calibrates on the images that training set aside for
 that (exits, temperature, and the mark of unsure answers), reads the test images once, times the teacher beside it, and
@@ -43,12 +43,15 @@ def ship(
     apart: Sequence[str] = (),
     full_size: str = "",
     unsure: float | None = UNSURE,
+    license: str = "",
 ) -> None:
     model = ODEViT.from_pretrained(source)
     config = model.config
     facts = dataclasses.replace(config.teacher, **(teacher or {})) if config.teacher else None
     provenance = {**config.provenance, "note": note} if note else config.provenance
-    model.config = config.replace(name=folder.name, teacher=facts, provenance=provenance)
+    model.config = config.replace(
+        name=folder.name, teacher=facts, provenance=provenance, license=license or config.license
+    )
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:  # the old bundle stays until all went well
         made = Path(scratch) / folder.name
         model.save_pretrained(made, half=True)
@@ -146,6 +149,7 @@ if __name__ == "__main__":
     parser.add_argument("--apart", default="", help="patterns of file names to measure on their own, with commas")
     parser.add_argument("--full-size", default="", help="full-size photographs of the same classes")
     parser.add_argument("--unsure", type=float, default=UNSURE, metavar="ALPHA")
+    parser.add_argument("--license", default="", help="of the weights")
     parser.add_argument("--into", type=Path, default=bundle.MODELS)
     given = parser.parse_args()
     words = {"name": given.teacher, "note": given.teacher_note, "license": given.teacher_license}
@@ -158,4 +162,4 @@ if __name__ == "__main__":
     )
     apart = [glob for glob in given.apart.split(",") if glob]
     into, full = given.into / given.name, given.full_size
-    ship(given.source, into, given.data, given.note, words, seen, apart, full, given.unsure)
+    ship(given.source, into, given.data, given.note, words, seen, apart, full, given.unsure, given.license)

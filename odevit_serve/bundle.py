@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import costs
+from .costs import macs
 from .errors import UsageError, UserError
 from .files import atomic
 from .schema import build
@@ -152,7 +152,7 @@ class Integration:
 
     def macs(self, architecture: Architecture, steps: float | None = None) -> float:
         """Multiply-adds of one image, at full depth or at `steps`."""
-        return costs.macs(architecture, self, steps)
+        return macs(architecture, self, steps)
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the pages take for granted: pictures, photos/, a bundle, and the examples."""
     folder = tmp_path_factory.mktemp("desk")
     models = folder / ".models"
-    tiny_folder(models / "cifar10")
-    config = bundle.read_config(models / "cifar10")
-    bundle.write_config(models / "cifar10", config.replace(name="cifar10"))
+    for name in ("photos", "cifar10"):
+        tiny_folder(models / name)
+        config = bundle.read_config(models / name)
+        bundle.write_config(models / name, config.replace(name=name))
     random = np.random.default_rng(0)
     for index in range(520):
         place = folder / "photos" / config.labels[index % len(config.labels)]

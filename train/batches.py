@@ -49,14 +49,17 @@ class Photo:
 
     Pictures of different sets differ in sharpness, aliasing and compression, which tells the set, and a set has its own
     classes: what all share must not be told by them. So every picture is scaled down to a random size first, by a
-    random filter, and up again.
+    random filter, and up again. With `small`, larger pictures are first made as small as those of the smallest set,
+    and as bad.
     """
 
-    def __init__(self, size: int, scale: tuple[float, float] = (0.45, 1.0), least: float = 0.6):
-        self.size, self.scale, self.least = size, scale, least
+    def __init__(self, size: int, scale: tuple[float, float] = (0.45, 1.0), least: float = 0.6, small: bool = False):
+        self.size, self.scale, self.least, self.small = size, scale, least, small
 
     def __call__(self, picture: Image.Image) -> Image.Image:
         size = self.size
+        if self.small and min(picture.size) > size:
+            picture = _as_stored_small(picture, size)
         top, left, height, width = v2.RandomResizedCrop.get_params(picture, list(self.scale), [3 / 4, 4 / 3])
         side = size if _chance(0.25) else round(_between(self.least * size, size))
         box = (left, top, left + width, top + height)
@@ -73,6 +76,14 @@ class Photo:
             if _chance(0.4):
                 view = change(view).enhance(_between(0.6, 1.4))
         return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if _chance(0.5) else view
+
+
+def _as_stored_small(picture: Image.Image, size: int) -> Image.Image:
+    """A picture as sets of small ones store it: often without antialiasing, and compressed."""
+    scale = size / min(picture.size)
+    filter = Image.Resampling.NEAREST if _chance(0.5) else FILTERS[_below(len(FILTERS))]
+    small = picture.resize((max(size, round(scale * picture.width)), max(size, round(scale * picture.height))), filter)
+    return _recompressed(small, round(_between(50, 95)))
 
 
 def _chance(share: float) -> bool:
@@ -98,8 +109,8 @@ def _recompressed(picture: Image.Image, quality: int) -> Image.Image:
 def _augment(name: str, spec: Preprocessing) -> list[Any]:
     size, mode = spec.input_size[-1], INTERPOLATION[spec.interpolation]
     flip = v2.RandomHorizontalFlip()
-    if name == "photo":
-        return [Photo(size)]
+    if name in ("photo", "small-photo"):
+        return [Photo(size, small=name == "small-photo")]
     if name == "imagenet":
         return [v2.RandomResizedCrop(size, (0.35, 1.0), interpolation=mode), flip]
     whole = [v2.Resize(size, mode), v2.CenterCrop(size)]

@@ -6,9 +6,11 @@ model is `ODEViT` itself under the name `net`, so that its weights are stored un
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
@@ -16,6 +18,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -36,8 +39,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 
 from ..bundle import CONFIG, MODEL_TYPE, Config, Preprocessing, read_config, write_config
 from ..data.images import prepare, read
-from ..errors import UsageError, UserError
-from ..hub import find
+from ..errors import UsageError
 from ..schema import build
 from ..solvers import advance
 from .model import ODEViT
@@ -277,6 +279,9 @@ class ODEViTForImageClassification(ODEViTPreTrainedModel):
         state, states, maps = self.trajectory(pixel_values, output_hidden_states, output_attentions, settings)
         logits = self.net.answer(state)
         loss = None if labels is None else F.cross_entropy(logits, labels)
+        known = self.config.bundle.confidence
+        if known is not None and not self.training:
+            logits = logits / known.temperature  # so that a softmax of them is what the runtime gives
         output = ImageClassifierOutput(loss, logits, states, maps)  # type: ignore[arg-type]  # FloatTensor
         return output if return_dict is not False and self.config.return_dict else output.to_tuple()
 
@@ -300,16 +305,30 @@ def write_remote_code(folder: str | os.PathLike[str]) -> list[Path]:
     """
     target = Path(folder)
     config = read_config(target)
-    own = [sys.modules[kind.__module__] for kind in (ODEViTConfig, ODEViT, Config, UserError)]
-    own += [sys.modules[function.__module__] for function in (prepare, advance, find)]
     written = []
-    for module in own:
+    for module in _with_imports(sys.modules[__name__]):
         text = re.sub(r"^(\s*from )\.+(?:\w+\.)*(\w*) import", r"\1.\2 import", inspect.getsource(module), flags=re.M)
         path = target / f"{module.__name__.rpartition('.')[2]}.py"
         path.write_text(text, encoding="utf-8")
         written.append(path)
     write_config(target, config.replace(auto_map=dict(AUTO_MAP)))
     return [*written, target / CONFIG]
+
+
+def _with_imports(module: ModuleType) -> list[ModuleType]:
+    """A module and those of this package that it imports, directly or not."""
+    found, waiting = {module.__name__: module}, [module]
+    while waiting:
+        source = waiting.pop()
+        for node in ast.walk(ast.parse(inspect.getsource(source))):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), source.__package__)
+            for name in [base] if node.module else [f"{base}.{alias.name}" for alias in node.names]:
+                if name not in found:
+                    found[name] = importlib.import_module(name)
+                    waiting.append(found[name])
+    return list(found.values())
 
 
 AutoConfig.register(MODEL_TYPE, ODEViTConfig, exist_ok=True)

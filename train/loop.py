@@ -66,6 +66,7 @@ class Plan:
     save_seconds: float = 120.0
     workers: int = -1
     compile: bool = False
+    stop_after: int = 0  # epochs; 0: all
 
 
 @dataclass
@@ -192,7 +193,7 @@ def fit(
             _save(checkpoint, state, objective.net, average, steppers, rates)
         saved = time.monotonic()
 
-    while state.epoch < plan.epochs:
+    while state.epoch < (plan.stop_after or plan.epochs):
         objective.train()
         set_epoch(data, pictures, state.epoch)
         batches = machine.skip_first_batches(data, state.batch) if state.batch else data

@@ -186,9 +186,30 @@ def intermediate(rollout: Rollout) -> Tensor:
     return (weight * each).sum() / weight.sum()
 
 
+def settle(rollout: Rollout) -> Tensor:
+    """KL divergence of the answers on the way from the final one, which is held fixed: early exit pays by as much as
+    answers no longer change.
+    """
+    answers = rollout.answers[:-1]
+    if not len(answers):
+        return rollout.answers.sum() * 0
+    return _divergence(answers, rollout.answers[-1].detach(), 1.0).mean()
+
+
 LOSSES: dict[str, Callable[[Rollout], Tensor]] = {
     loss.__name__: loss
-    for loss in (trajectory, patches, hints, jasmin, cross_entropy, distillation, transport, steady, intermediate)
+    for loss in (
+        trajectory,
+        patches,
+        hints,
+        jasmin,
+        cross_entropy,
+        distillation,
+        transport,
+        steady,
+        intermediate,
+        settle,
+    )
 }
 NEEDS_LABELS = {"cross_entropy"}
 NEEDS_PATCHES = {"patches", "hints"}  # of the teacher

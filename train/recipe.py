@@ -22,7 +22,7 @@ from .class_names import shown_names
 from .presets import PRESETS
 
 RECIPES = Path(__file__).parent / "recipes"
-AUGMENTATIONS = ("none", "flip", "crop-flip", "trivial", "randaugment", "imagenet", "photo")
+AUGMENTATIONS = ("none", "flip", "crop-flip", "trivial", "randaugment", "imagenet", "photo", "small-photo")
 GRADIENTS = ("backprop", "checkpoint", "truncated", "adjoint", "implicit", "jacobian-free")  # see gradients.py
 JASMIN = ("code", "paper")  # see losses.jasmin
 
@@ -88,11 +88,13 @@ class Weights:
     transport: float = 0.0
     steady: float = 0.0
     intermediate: float = 0.0
+    settle: float = 0.0
 
 
 @dataclass(frozen=True)
 class Training:
     epochs: int = 10  # 0: what it starts from is judged and kept as it is
+    stop_after: int = 0  # end after so many of them, whatever the schedule has left; 0: after all
     batch_size: int = 64
     optimizer: str = "adamw"  # adamw | muon (matrices of psi by Muon, the rest by AdamW)
     lr: float = 1e-4

@@ -58,17 +58,18 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
             scratch.write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
     if not recipe.stages:
         return train_stage(Run(recipe, recipe, folder, folder, machine, say))
-    made = folder / "bundle"
+    made, hours = folder / "bundle", 0.0
     for number, stage in enumerate(recipe.staged(), 1):
         where = folder / f"stage-{number}"
         if number > 1:
             stage = stage.starting_from(made)
+            hours = bundle.read_config(made).provenance["hours"]
         made = where / "bundle"
         if (made / bundle.CONFIG).is_file() and not (where / "last.pt").exists():
             say(f"stage {number} of {len(recipe.stages)}: finished before")
             continue
         say(f"stage {number} of {len(recipe.stages)}")
-        train_stage(Run(recipe, stage, folder, where, machine, say))
+        train_stage(Run(recipe, stage, folder, where, machine, say, hours))
         if machine.is_main_process:
             (where / "last.pt").unlink(missing_ok=True)  # a stage with a bundle and no checkpoint is finished
         machine.wait_for_everyone()
@@ -90,6 +91,7 @@ class Run:
     folder: Path
     machine: Accelerator
     say: Say
+    hours: float = 0.0  # that the stages before it took
 
 
 def train_stage(run: Run) -> Path:
@@ -115,7 +117,7 @@ def train_stage(run: Run) -> Path:
 
     def keep(net: nn.Module, values: dict[str, float]) -> None:
         assert isinstance(net, ODEViT)
-        save_bundle(net, folder / "bundle", run.whole, values, teacher)
+        save_bundle(net, folder / "bundle", run.whole, values, teacher, run.hours)
 
     def finished(state: Progress, values: dict[str, float]) -> bool:
         below = bool(settings.bound_patience) and values.get("trajectory", np.inf) < values["bound"]
@@ -285,8 +287,14 @@ def _times(
 
 
 def save_bundle(
-    student: ODEViT, folder: Path, recipe: Recipe, values: dict[str, float], teacher: Teacher | None
+    student: ODEViT,
+    folder: Path,
+    recipe: Recipe,
+    values: dict[str, float],
+    teacher: Teacher | None,
+    hours: float = 0.0,
 ) -> None:
+    """The bundle of a student and what was measured; `hours` were spent on it before this stage."""
     config = student.config
     metrics = {f"validation_{k}": round(v, 5) for k, v in values.items() if k.startswith(("accuracy", "agreement"))}
     asked = recipe.to_dict()
@@ -296,7 +304,7 @@ def save_bundle(
         "version": __version__,
         "torch": torch.__version__,
         "recipe": asked,
-        "hours": round(values.get("seconds", 0.0) / 3600, 2),
+        "hours": round(hours + values.get("seconds", 0.0) / 3600, 2),
     }
     student.config = config.replace(metrics=metrics, provenance=provenance, teacher=teacher.facts if teacher else None)
     student.save_pretrained(folder)

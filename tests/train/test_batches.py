@@ -162,3 +162,23 @@ def test_weights_say_how_often_a_row_is_drawn(weights: list[float], size: int, d
     expected = given / given.sum() * len(rows)
     counts = np.bincount(rows, minlength=len(given))
     assert (np.abs(counts - expected) < 1 + 1e-6).all()
+
+
+def test_pictures_of_all_sizes_look_alike_once_they_are_made_small() -> None:
+    """How sharp a view is must not tell how large its picture was: it does with `photo`, it hardly does with
+    `small-photo`.
+    """
+    spec = Preprocessing((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
+    noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
+    large = Image.fromarray(noise)
+    stored = large.resize((32, 32), Image.Resampling.NEAREST)
+
+    def detail(name: str, picture: Image.Image) -> float:
+        """Mean difference of neighbouring pixels, over views."""
+        view = transform(spec, name)
+        torch.manual_seed(0)
+        return float(np.mean([view(picture).diff(dim=-1).abs().mean() for _ in range(60)]))
+
+    told, hidden = (detail(name, stored) / detail(name, large) for name in ("photo", "small-photo"))
+    assert told > 2.0
+    assert hidden < 1.5

@@ -126,6 +126,20 @@ def test_answers_and_their_losses(student: ODEViT) -> None:
     torch.testing.assert_close(LOSSES["intermediate"](view), expected)
 
 
+def test_settled_answers_cost_nothing_and_only_the_way_is_pulled(student: ODEViT) -> None:
+    states = [torch.randn(2, 6, 12, requires_grad=True) for _ in range(3)]
+    loss = LOSSES["settle"](rollout(student, states, {}))
+    last = student.head(states[-1][:, 0]).softmax(-1)
+    each = [(last * (last.log() - student.head(s[:, 0]).log_softmax(-1))).sum(-1).mean() for s in states[:-1]]
+    torch.testing.assert_close(loss, sum(each) / 2)
+    loss.backward()
+    assert states[-1].grad is None or not states[-1].grad.any()
+    assert states[0].grad is not None
+    same = [states[0].detach()] * 3
+    torch.testing.assert_close(LOSSES["settle"](rollout(student, same, {})), torch.tensor(0.0))
+    assert not LOSSES["settle"](rollout(student, same[:1], {}))  # one step: nothing is on the way
+
+
 def test_transport_and_steady_by_hand(student: ODEViT) -> None:
     """Velocity 0.5 everywhere for 2 steps of 0.25: energy 0.5 * 0.25 * 2 * 0.25; end speed squared 0.25."""
     view = rollout(student, [constant(0.0)] * 2, {})

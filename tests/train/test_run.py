@@ -437,7 +437,7 @@ def test_a_start_from_a_smaller_bundle_keeps_what_it_knows(data: Path, tmp_path:
 
 
 def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(data: Path, tmp_path: Path) -> None:
-    stages = "stages=[{training={epochs=2},architecture={image_size=8}},{training={epochs=1,seed=1}}]"
+    stages = "stages=[{training={epochs=3,stop_after=2},architecture={image_size=8}},{training={epochs=1,seed=1}}]"
     run = tmp_path / "run"
     words = ["train", data, *SMALL, "--set", stages, "-o", run]
     done = command(*words)
@@ -445,7 +445,9 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(data: Path
     assert read_config(run / "stage-1" / "bundle").architecture.image_size == 8
     config = read_config(run / "bundle")
     assert config.architecture.image_size == 16
-    assert [stage["training"]["epochs"] for stage in config.provenance["recipe"]["stages"]] == [2, 1]
+    assert [stage["training"]["epochs"] for stage in config.provenance["recipe"]["stages"]] == [3, 1]
+    judged = [json.loads(line) for line in (run / "stage-1" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in judged if "epoch" in line] == [1, 2]  # of three
     assert not list(run.glob("stage-*/last.pt"))
     first = load_file(run / "stage-1" / "bundle" / "model.safetensors")
     more = stages[:-1] + ",{training={epochs=1,seed=2,lr=1e-9}}]"
