@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 from conftest import tiny_folder
 from PIL import Image
+from ports import own_port
 from typer.testing import CliRunner
 
 from odevit_serve import bundle
@@ -86,16 +86,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @contextmanager
 def server(words: list[str], log: Path) -> Iterator[int]:
     """A server started by its command on a free port, and stopped as by Ctrl-C."""
-    port = free_port()
+    port = own_port()
     if "--port" in words:
         at = words.index("--port")
         del words[at : at + 2]

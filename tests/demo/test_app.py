@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from browser import chromium
 from PIL import Image
+from ports import own_port
 
 from odevit_serve import load
 
@@ -37,9 +37,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(tiny_bundle: Path, temporary: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = own_port()
     command = [sys.executable, "-m", "odevit_serve", "demo", "--port", str(port), "--model", str(tiny_bundle)]
     log = (temporary / "log").open("w")
     server = subprocess.Popen(

@@ -233,9 +233,9 @@ def test_a_cancelled_request_frees_its_slot_at_the_next_step(make: Callable[...,
     while not engine.active:
         time.sleep(0.001)
     assert long.cancel()
-    began = time.monotonic()
+    steps = len(engine.core.seen)  # type: ignore[union-attr]
     assert engine.submit(pictures[1], max_steps=1).result(10)
-    assert time.monotonic() - began < 0.15  # eight steps of the first would take longer
+    assert len(engine.core.seen) - steps <= 3  # type: ignore[union-attr]  # the one under way, and not all eight
     with pytest.raises(CancelledError):
         long.result(0)
     settled(engine)

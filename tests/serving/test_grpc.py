@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import shutil
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from ports import own_port
 from servers import SlowSlots, nothing_left, png, running, until
 
 import odevit_serve
@@ -37,9 +37,7 @@ def model(tiny_bundle: Path) -> BundleModel:
 
 @contextlib.contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{own_port()}"
     with running(engine, Options(grpc=address, **options)):
         yield triton.InferenceServerClient(address)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from ports import own_port
 from servers import Process, png, until
 
 from odevit_serve.errors import UsageError
@@ -26,10 +26,7 @@ PICTURES = [png(i) for i in range(16)]
 
 @pytest.fixture(scope="module")
 def cluster(tiny_bundle: Path) -> Iterator[Process]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    options = ["--ray", "--replicas", "2", "--port", port, "--slots", "8", "--grace", "5"]
+    options = ["--ray", "--replicas", "2", "--port", str(own_port()), "--slots", "8", "--grace", "5"]
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
     with Process(tiny_bundle, *options, environment=quiet, patience=180) as process:
         with httpx.Client(timeout=30) as client:
