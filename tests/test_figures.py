@@ -78,9 +78,9 @@ QUOTED = [
                         "{runtime.cold.ratio:.2f}x |"),
     ("docs/runtime.md", "| {runtime.cold.peak_megabytes:.0f} MB |"),
     # odevit-serve benchmark serve ... -o serving_bench.json
-    *(("docs/serving.md", SERVED.replace("rows.I", f"rows.{i}").replace("{n}", f"{{serving.rows.{i}.clients:d}}"))
+    *(("docs/serving_speed.md", SERVED.replace("rows.I", f"rows.{i}").replace("{n}", f"{{serving.rows.{i}.clients:d}}"))
       for i in range(16)),
-    *(("docs/serving.md", f"| {clients} | " + " | ".join(AGAINST).replace("ratios.N", f"ratios.{clients}") + " |")
+    *(("docs/serving_speed.md", f"| {clients} | " + " | ".join(AGAINST).replace("ratios.N", f"ratios.{clients}") + " |")
       for clients in (1, 8, 32, 128)),
 ]  # fmt: skip
 
