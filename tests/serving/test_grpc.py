@@ -126,9 +126,7 @@ def test_marks_are_tensors_here_and_over_http(tiny_bundle: Path, tmp_path: Path)
     loaded = odevit_serve.load(folder, threads=1)
     expected = [[p.guaranteed, p.unsure] for p in loaded.predict(PICTURES)]
     assert {unsure for _, unsure in expected} == {True, False}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{own_port()}"
     with running(Engine(loaded, slots=4), Options(grpc=address)) as http:
         found = triton.InferenceServerClient(address).infer("random", [encoded(PICTURES)])
         assert np.stack([found.as_numpy(name) for name in ("guaranteed", "unsure")], 1).tolist() == expected
