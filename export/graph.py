@@ -147,30 +147,12 @@ class Boundary(nn.Module):
     What is linear in e is kept as a table with a row for each class, up to `TABULATED` of them.
     """
 
-    query: Tensor
-    query_bias: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    up: Tensor
-    up_bias: Tensor
-    down: Tensor
-
     def __init__(self, folded: Folded):
         super().__init__()
         self.shape, self.tied = folded.shape, folded.attention.tied
         self.heads = self.shape.heads
         weight = folded.head.weight.detach()
-        query, key, value, bias = folded.attention.matrices()
-        up_bias = folded.mlp.up.bias
-        assert up_bias is not None
-        own = {
-            "query": query, "key": key, "query_bias": bias, "value": value, "output": folded.attention.output.weight,
-            "up": folded.mlp.up.weight, "up_bias": up_bias, "down": folded.mlp.down.weight,
-        }  # fmt: skip
-        for name, tensor in own.items():  # the very tensors of psi: stored once
-            self.register_parameter(name, tensor if isinstance(tensor, nn.Parameter) else _fixed(tensor))
-        self.head = folded.head
+        self.attention, self.mlp, self.head = folded.attention, folded.mlp, folded.head  # their weights stored once
         first = torch.zeros(self.shape.tokens, 1)
         first[0] = 1
         self.is_first = _fixed(first)  # [S,1]: the row of CLS
@@ -185,15 +167,16 @@ class Boundary(nn.Module):
     def terms(self, e: Tensor) -> list[Tensor]:
         """What is linear in directions [B,D]: themselves, and what psi makes of them."""
         h, d = self.heads, self.shape.width // self.heads
-        turned = (e @ self.query).unflatten(1, (h, d)).unsqueeze(2)  # [B,H,1,d]
-        read = (e @ self.output.t()).unflatten(1, (h, d)).unsqueeze(2)
+        query, key, value, _ = self.attention.matrices()
+        turned = (e @ query).unflatten(1, (h, d)).unsqueeze(2)  # [B,H,1,d]
+        read = (e @ self.attention.output.weight.t()).unflatten(1, (h, d)).unsqueeze(2)
         return [
             e,
-            e @ self.key,
-            (turned @ self._heads(self.key)).flatten(1),  # [B,H*D]: how a token's attention score changes
-            (read @ self._heads(self.value)).flatten(1),  # [B,H*D]: what a token's value adds along e
-            e @ self.up,
-            e @ self.down.t(),
+            e @ key,
+            (turned @ self._heads(key)).flatten(1),  # [B,H*D]: how a token's attention score changes
+            (read @ self._heads(value)).flatten(1),  # [B,H*D]: what a token's value adds along e
+            e @ self.mlp.up.weight,
+            e @ self.mlp.down.weight.t(),
         ]
 
     def _heads(self, matrix: Tensor) -> Tensor:
@@ -226,25 +209,27 @@ class Boundary(nn.Module):
         return distance.amin(-1), self.terms(e / e.square().sum(-1, keepdim=True).clamp_min(1e-12).sqrt())
 
     def exponent(self, state: Tensor, terms: list[Tensor]) -> Tensor:
-        e, key, scores, values, up, down = terms
+        e, toward, scores, values, up, down = terms
         h, cls = self.heads, state[:, 0]
-        query = torch.addmm(self.query_bias, cls, self.query).unflatten(1, (h, -1))  # [B,H,d]
+        queries, key, _, bias = self.attention.matrices()  # columns of one matrix, cut once when a graph is loaded
+        query = torch.addmm(bias, cls, queries).unflatten(1, (h, -1))  # [B,H,d]
         if self.tied:  # the keys' lengths count, and those take all of them
-            keys = torch.addmm(self.query_bias, state.flatten(0, 1), self.key).unflatten(0, state.shape[:2])
+            keys = torch.addmm(bias, state.flatten(0, 1), key).unflatten(0, state.shape[:2])
             keys = keys.unflatten(2, (h, -1)).transpose(1, 2)  # [B,H,S,d]
             row = (keys @ query.unsqueeze(3)).squeeze(3) - 0.5 * keys.square().sum(-1)
             row = row.mT  # [B,S,H]
             vectors = torch.cat([scores.unflatten(1, (h, -1)), values.unflatten(1, (h, -1))], 1)  # [B,2H,D]
             change, value = (state @ vectors.mT).split(h, 2)
         else:
-            seen = (query.unsqueeze(2) @ self._heads(self.key)).squeeze(2)  # [B,H,D]
+            seen = (query.unsqueeze(2) @ self._heads(key)).squeeze(2)  # [B,H,D]
             vectors = torch.cat([seen, scores.unflatten(1, (h, -1)), values.unflatten(1, (h, -1))], 1)  # [B,3H,D]
             row, change, value = (state @ vectors.mT).split(h, 2)  # [B,S,H] each, up to what a softmax does not see
-            change = change + self.is_first * (query * key.unflatten(1, (h, -1))).sum(-1).unsqueeze(1)
+            change = change + self.is_first * (query * toward.unflatten(1, (h, -1))).sum(-1).unsqueeze(1)
         share = row.softmax(1)
         moved = share * (change - (share * change).sum(1, keepdim=True))
         itself = share[:, 0] * (values.unflatten(1, (h, -1)) @ e.unsqueeze(2)).squeeze(2)  # [B,H]
-        hidden = torch.addmm(self.up_bias, cls, self.up)  # [B,E]
+        assert self.mlp.up.bias is not None
+        hidden = torch.addmm(self.mlp.up.bias, cls, self.mlp.up.weight)  # [B,E]
         slope = 0.5 + 0.5 * torch.erf(hidden * 0.5**0.5) + hidden * torch.exp(-0.5 * hidden * hidden) * 0.3989422804
         return (moved * value).sum((1, 2)) + itself.sum(1) + (slope * up * down).sum(1)
 

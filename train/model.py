@@ -122,8 +122,8 @@ def spread(x: Tensor, mix: nn.Conv2d | None, grid: int) -> Tensor:
     if mix is None:
         return x
     cls, patches, registers = x.split([1, grid**2, x.shape[1] - 1 - grid**2], 1)
-    image = patches.mT.unflatten(-1, (grid, grid))  # [B,M,E] -> [B,E,g,g]
-    return torch.cat([cls, mix(image).flatten(2).mT, registers], 1)
+    image = patches.unflatten(1, (grid, grid)).permute(0, 3, 1, 2)  # [B,M,E] -> [B,E,g,g]: a move that runtimes fold
+    return torch.cat([cls, mix(image).permute(0, 2, 3, 1).flatten(1, 2), registers], 1)
 
 
 class Psi(nn.Module):
