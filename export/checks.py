@@ -19,7 +19,8 @@ from google.protobuf.message import Message
 from .. import solvers
 from ..bundle import METADATA_KEY, Config
 from ..errors import UserError
-from ..runtime.graphs import Parts, every_graph
+from ..runtime.graph_builder import every_graph
+from ..runtime.graphs import Parts
 from ..runtime.sessions import open_session
 
 BATCHES = (1, 3, 8)
@@ -95,9 +96,11 @@ def evaluations(config: Config, steps: int) -> int:
 
 def privacy(model: onnx.ModelProto, more: Iterable[str] = ()) -> Check:
     """No path of this machine, user name or stack trace in any text of the file, or in what else was made of it."""
-    labels = _labels(model)
-    for text in (*texts(model), *more):
-        for what, found in _private(text, labels):
+    labels, user = _labels(model), _user()
+    places = {place for place in (os.getcwd(), str(Path.home()), sys.prefix) if len(place) > 1}
+    name = re.compile(rf"(?<![\w-]){re.escape(user)}(?![\w-])") if user and user not in labels else None
+    for text in {*texts(model), *more}:
+        for what, found in _private(text, places, name):
             raise CheckFailed(f"check failed, nothing was written: the file would hold a {what}: {found[:80]!r}")
     return Check("private text", "none", "none")
 
@@ -122,16 +125,15 @@ PATH = re.compile(
 )
 
 
-def _private(text: str, labels: set[str]) -> Iterator[tuple[str, str]]:
+def _private(text: str, places: set[str], user: re.Pattern[str] | None) -> Iterator[tuple[str, str]]:
     for what, pattern in (("stack trace", TRACE), ("local path", PATH)):
         if match := pattern.search(text):
             yield what, match.group()
-    for place in {os.getcwd(), str(Path.home()), sys.prefix}:
-        if len(place) > 1 and place in text:
+    for place in places:
+        if place in text:
             yield "local path", place
-    user = _user()
-    if user and user not in labels and re.search(rf"(?<![\w-]){re.escape(user)}(?![\w-])", text):
-        yield "user name", user
+    if user is not None and (match := user.search(text)):
+        yield "user name", match.group()
 
 
 def _user() -> str:

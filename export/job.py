@@ -29,7 +29,9 @@ from ..bundle import STEP_OUTPUTS, Config, ExitPolicy, Integration
 from ..errors import UsageError, UserError, nearest
 from ..model_card import accuracy_at
 from ..runtime import exits
-from ..runtime.graphs import OPSET, Parts, write_metadata
+from ..runtime.graph_builder import OPSET
+from ..runtime.graph_files import write_metadata
+from ..runtime.graphs import Parts
 from ..runtime.sessions import Graphs
 from ..runtime.slots import Job as Image
 from ..runtime.slots import Slots
@@ -269,9 +271,10 @@ class Job:
             if plain.get("format") != "parts":
                 made_of |= self.parts.digests
         write_metadata(graph, self.config, precision=self.settings.precision, **plain, **made_of)
-        onnx.save(graph, path)
-        written = onnx.load(path)
-        self.passed(*checks.structure(written, OPSET), checks.privacy(written))
+        with self.stage(f"write {path.name} and look through it"):
+            onnx.save(graph, path)
+            written = onnx.load(path)
+            self.passed(*checks.structure(written, OPSET), checks.privacy(written))
 
     def open(self, path: Path) -> Any:
         with self.stage(f"open {path.name} in onnxruntime"):

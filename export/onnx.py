@@ -16,7 +16,7 @@ import onnx.parser
 from onnx import numpy_helper
 
 from .. import __version__
-from ..runtime.graphs import IR_VERSION, OPSET, PRODUCER, every_graph, replace, subgraphs
+from ..runtime.graph_builder import IR_VERSION, OPSET, PRODUCER, every_graph, replace, subgraphs
 
 
 def halve(model: onnx.ModelProto, least: int = 1024) -> None:

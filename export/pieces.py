@@ -12,7 +12,8 @@ import torch
 from .. import bundle
 from ..bundle import STEP_OUTPUTS, Integration
 from ..files import atomic
-from ..runtime.graphs import NAMED, Parts, stem_graph, step_graph, write_metadata
+from ..runtime.graph_files import write_metadata
+from ..runtime.graphs import NAMED, Parts, stem_graph, step_graph
 from ..train.model import ODEViT
 from .graph import ClsAttention, Folded, Stem, StepGraph
 from .onnx import halve

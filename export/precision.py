@@ -22,7 +22,8 @@ from ..bundle import Config, Integration
 from ..data import datasets as data
 from ..data import images
 from ..errors import UsageError
-from ..runtime.graphs import Parts, Piece, cut, every_graph, replace
+from ..runtime.graph_builder import Piece, cut, every_graph, replace
+from ..runtime.graphs import Parts
 from ..runtime.sessions import Graphs
 from ..solvers import evaluations
 from .checks import Check, expect

@@ -12,7 +12,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from ..runtime.graphs import IR_VERSION, OPSET, replace
+from ..runtime.graph_builder import IR_VERSION, OPSET, replace
 from .onnx import clean
 
 

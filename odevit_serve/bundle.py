@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -407,6 +408,11 @@ def write_config(folder: Path, config: Config) -> None:
         path.write_text(
             json.dumps(processor | dataclasses.asdict(config.preprocessing), indent=2) + "\n", encoding="utf-8"
         )
+
+
+def remake(folder: Path) -> str:
+    """The command that makes the graphs of a bundle anew, for a sentence that says what is wrong with them."""
+    return f"run odevit-serve export {shlex.quote(str(folder))} --format parts --overwrite"
 
 
 def digest(path: Path) -> str:

@@ -107,7 +107,7 @@ def test_what_is_not_there(hub: Hub, tiny_bundle: Path, picture: Path, tmp_path:
         (["predict", picture, "-m", "hf:someone/else"], 1, "the Hub has no model 'someone/else'"),
         (["predict", picture, "-m", "hf:mine"], 2, "'hf:mine' is no name on the Hub: write hf:OWNER/MODEL"),
         (["push", tiny_bundle, "someone/mine@v1"], 2, "names a revision: a push makes a new one"),
-        (["push", bare, "someone/mine"], 1, "has no step.onnx: run odevit-serve export --format parts"),
+        (["push", bare, "someone/mine"], 1, "has no step.onnx: run odevit-serve export"),
         (["push", tmp_path, "someone/mine"], 1, "is no bundle: it has no config.json"),
     ):
         done = run(hub, tmp_path / "home", *words)

@@ -101,7 +101,8 @@ def make(job: Job, scratch: Path) -> dict[str, Path]:
 
 def _parts(job: Job, folder: Path) -> dict[str, onnx.ModelProto]:
     """Stem, step and attention of the bundle, arranged for the solver asked for."""
-    from ...runtime.graphs import read, stem_graph, step_graph
+    from ...runtime.graph_files import read
+    from ...runtime.graphs import stem_graph, step_graph
 
     with job.stage("put stem and step together"):
         graphs = {

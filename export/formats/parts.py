@@ -21,7 +21,8 @@ def write(job: Job, scratch: Path) -> dict[str, onnx.ModelProto]:
 
     In fp32 they are traced from the weights; at lower precision they are made of the bundle's own.
     """
-    from ...runtime.graphs import read, stem_graph, step_graph
+    from ...runtime.graph_files import read
+    from ...runtime.graphs import stem_graph, step_graph
 
     if job.settings.precision == "fp32":
         from ..pieces import make as traced

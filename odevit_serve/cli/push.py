@@ -48,7 +48,7 @@ def _prepare(folder: Path, ready: Path, name: str, remote_code: bool) -> None:
     config = bundle.read_config(folder)
     for part in (bundle.WEIGHTS, bundle.STEM, bundle.STEP, bundle.ATTENTION):
         if not (folder / part).is_file():
-            raise UserError(f"{folder} has no {part}: run odevit-serve export --format parts on it first")
+            raise UserError(f"{folder} has no {part}: {bundle.remake(folder)}")
     ready.mkdir()
     for path in members(folder):
         shutil.copyfile(path, ready / path.name)

@@ -174,7 +174,7 @@ def _write(path: Path, output: Path, config: Config) -> None:
     import onnx
     from onnx import numpy_helper
 
-    from ..runtime.graphs import read, write_metadata
+    from ..runtime.graph_files import read, write_metadata
 
     graph = read(path)
     for tensor in graph.graph.initializer:

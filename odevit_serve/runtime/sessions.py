@@ -223,20 +223,23 @@ class Graphs:
         if made_from and path.is_file() and bundle.digest(path) != made_from:
             raise UserError(
                 f"{self.folder / name} was made from other weights than those in {bundle.WEIGHTS}: "
-                f"run odevit-serve export {self.folder} --format parts --overwrite"
+                f"{bundle.remake(self.folder)}"
             )
 
     def _open(self, name: str) -> onnxruntime.InferenceSession:
         path = self.folder / name
         if not path.is_file():
-            raise UserError(f"{self.folder} has no {name}: run odevit-serve export --format parts on it")
+            raise UserError(f"{self.folder} has no {name}: {bundle.remake(self.folder)}")
         return open_session(path, self.device, self.threads, self.trusted)
 
     def _expect(self, session: Any, name: str, side: str, wanted: dict[str, list[Any]]) -> None:
         found = _signature(session.get_inputs() if side == "inputs" else session.get_outputs())
         for key, shape in wanted.items():
             if key not in found:
-                raise UserError(f"{self.folder / name} is no ODE-ViT {name}: its {side} are {', '.join(found)}")
+                raise UserError(
+                    f"{self.folder / name} is no ODE-ViT {name} of this version: its {side} are {', '.join(found)}, "
+                    f"without {key}: {bundle.remake(self.folder)}"
+                )
             if any(isinstance(a, int) and a != b for a, b in zip(found[key][1:], shape)) or (
                 len(found[key]) != len(shape) + 1
             ):
@@ -268,8 +271,8 @@ def read_metadata(path: Path) -> Config:
 
 def properties(path: Path) -> dict[str, str]:
     """The metadata of an ONNX file, without loading it into a session."""
-    from . import graphs
+    from . import graph_files
 
     if not path.is_file():
         raise UserError(f"{path} does not exist or is not a file")
-    return graphs.properties(graphs.read(path))
+    return graph_files.properties(graph_files.read(path))

@@ -19,7 +19,7 @@ from odevit_serve.export import checks
 from odevit_serve.export.formats import onnx_adaptive
 from odevit_serve.export.job import Settings, export
 from odevit_serve.runtime import graphs
-from odevit_serve.runtime.graphs import every_graph
+from odevit_serve.runtime.graph_builder import every_graph
 
 Break = Callable[[onnx.ModelProto], object]
 

@@ -22,6 +22,7 @@ from PIL import Image
 from odevit_serve.bundle import METADATA_KEY, Calibration, Config, read_config, write_config
 from odevit_serve.cli import main
 from odevit_serve.export import formats
+from odevit_serve.runtime.graph_builder import replace as replace_all
 from odevit_serve.runtime.model import load
 from odevit_serve.runtime.sessions import read_metadata
 
@@ -125,19 +126,45 @@ def test_measured_accuracy_is_quoted_and_a_loss_refused(command: Command, folder
     assert "never measured at 8 steps of heun" in command("model", "--solver", "heun", "-o", "h.onnx")[2]
 
 
-def test_values_are_compared_with_torch_where_asked(command: Command, folder: Path) -> None:
-    code, _, err = command("model", "--steps", "3", "--check", "torch", "-o", "a.onnx")
+@pytest.mark.parametrize("format", ["onnx", "onnx-adaptive", "triton"])
+def test_values_are_compared_with_torch_where_asked(command: Command, folder: Path, format: str) -> None:
+    target = "animals" if format == "triton" else "a.onnx"
+    code, _, err = command("model", "--format", format, "--steps", "3", "--check", "torch", "-o", target)
     assert code == 0, err
     assert "logits against torch, off by" in err
     assert "logits against the runtime, off by 0 " in err
 
 
+def without(path: Path, key: str = "", output: str = "") -> None:
+    """A graph as older versions wrote it: without a key of its metadata, or an output."""
+    model = onnx.load(path)
+    replace_all(model.metadata_props, [entry for entry in model.metadata_props if entry.key != key])
+    replace_all(model.graph.output, [value for value in model.graph.output if value.name != output])
+    onnx.save(model, path)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "step.onnx").unlink(), "has no step.onnx: run odevit-serve export --format parts"),
+        (
+            lambda folder: (folder / "step.onnx").unlink(),
+            "model has no step.onnx: run odevit-serve export model --format parts --overwrite",
+        ),
         (lambda folder: (folder / "stem.onnx").write_bytes(b"no"), "no readable ONNX file"),
-        (lambda folder: tiny_model(seed=5).save_pretrained(folder), "was made from other weights"),
+        (
+            lambda folder: tiny_model(seed=5).save_pretrained(folder),
+            "stem.onnx was made from other weights than those in model.safetensors: "
+            "run odevit-serve export model --format parts --overwrite",
+        ),
+        (
+            lambda folder: without(folder / "step.onnx", key="evaluated"),
+            "step.onnx does not name its pieces, as one of an older version: "
+            "run odevit-serve export model --format parts --overwrite",
+        ),
+        (
+            lambda folder: without(folder / "step.onnx", output="exponent"),
+            "without exponent: run odevit-serve export model --format parts --overwrite",
+        ),
     ],
 )
 def test_parts_that_cannot_be_used_are_told_with_the_command_that_mends_them(

@@ -10,7 +10,8 @@ import onnxruntime
 
 from odevit_serve import bundle
 from odevit_serve.export.onnx import assemble, halve
-from odevit_serve.runtime.graphs import Builder, Parts
+from odevit_serve.runtime.graph_builder import Builder
+from odevit_serve.runtime.graphs import Parts
 
 
 def test_weights_that_float16_holds_are_stored_in_it_and_nothing_changes(tiny_bundle: Path) -> None:

@@ -16,7 +16,7 @@ from odevit_serve import bundle
 from odevit_serve.bundle import STEP_OUTPUTS
 from odevit_serve.errors import UserError
 from odevit_serve.export.graph import Folded
-from odevit_serve.runtime.graphs import properties, read
+from odevit_serve.runtime.graph_files import properties, read
 from odevit_serve.runtime.model import load
 from odevit_serve.train.model import ODEViT
 

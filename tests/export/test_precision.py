@@ -18,7 +18,8 @@ from odevit_serve.bundle import Integration
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.export import precision
 from odevit_serve.export.formats.onnx_adaptive import adaptive_graph
-from odevit_serve.runtime.graphs import Parts, every_graph, unrolled_graph
+from odevit_serve.runtime.graph_builder import every_graph
+from odevit_serve.runtime.graphs import Parts, unrolled_graph
 from odevit_serve.runtime.sessions import Graphs
 
 IMAGES = np.random.default_rng(1).normal(size=(64, 3, 16, 16)).astype(np.float32)

@@ -22,7 +22,7 @@ from odevit_serve.guarantee.of_file import calibrate_file
 from odevit_serve.guarantee.provenance import choose_images
 from odevit_serve.guarantee.recording import Recorder, Recording
 from odevit_serve.runtime import exits
-from odevit_serve.runtime.graphs import read
+from odevit_serve.runtime.graph_files import read
 from odevit_serve.runtime.model import BundleModel, load
 
 

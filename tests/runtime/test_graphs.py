@@ -17,18 +17,9 @@ from conftest import tiny_model
 from odevit_serve import bundle
 from odevit_serve.bundle import METADATA_KEY, Config, Integration
 from odevit_serve.errors import UserError
-from odevit_serve.runtime.graphs import (
-    Parts,
-    cut,
-    digest,
-    every_graph,
-    properties,
-    read,
-    stem_graph,
-    step_graph,
-    unrolled_graph,
-    write_metadata,
-)
+from odevit_serve.runtime.graph_builder import cut, every_graph
+from odevit_serve.runtime.graph_files import digest, properties, read, write_metadata
+from odevit_serve.runtime.graphs import Parts, stem_graph, step_graph, unrolled_graph
 from odevit_serve.runtime.model import load
 from odevit_serve.solvers import SOLVERS, SPLITTINGS
 from odevit_serve.train.model import ODEViT
@@ -154,7 +145,7 @@ def test_what_cannot_be_cut_is_told(tiny_bundle: Path, tmp_path: Path) -> None:
         UserError, match="does not name its pieces, as one of an older version: run odevit-serve export"
     ):
         Parts(read(tiny_bundle / bundle.STEM), step, bundle.read_config(tiny_bundle))
-    with pytest.raises(UserError, match=r"has no stem\.onnx: run odevit-serve export --format parts"):
+    with pytest.raises(UserError, match=r"has no stem\.onnx: run odevit-serve export .* --format parts --overwrite"):
         Parts.of(tmp_path, bundle.read_config(tiny_bundle))
     (tmp_path / bundle.STEM).write_bytes(b"\x08\x0a nothing of the kind")
     with pytest.raises(UserError, match="is no readable ONNX file"):
