@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from conftest import tiny_model
 
 from odevit_serve import bundle
 from odevit_serve.errors import UsageError, UserError
@@ -124,18 +123,3 @@ def test_running_an_engine_without_a_gpu_says_so_and_does_not_crash(tmp_path: Pa
     assert done.returncode == 1
     assert done.stderr.startswith("m.engine needs an NVIDIA GPU to run: ")
     assert len(done.stderr.strip().splitlines()) == 1
-
-
-@pytest.mark.skipif(tensorrt.no_cuda() is not None, reason="needs an NVIDIA GPU")
-def test_an_engine_on_a_gpu_equals_torch(trt: Any, graph: Make, tmp_path: Path) -> None:
-    import torch
-
-    model = tiny_model()
-    major, minor = torch.cuda.get_device_capability()
-    path = tmp_path / "m.engine"
-    path.write_bytes(tensorrt.build(trt, graph("unrolled", "fp32").SerializeToString(), BATCH, f"SM{major}{minor}"))
-    images = torch.randn(3, 3, 16, 16)
-    with torch.no_grad():
-        np.testing.assert_allclose(
-            tensorrt.TensorRTEngine(path).run(pixel_values=images.numpy())["logits"], model(images), atol=1e-2
-        )
