@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ import numpy as np
 import onnx
 
 from .. import __version__, bundle
-from ..bundle import STEP_OUTPUTS, Config, ExitPolicy, Integration
+from ..bundle import Config, ExitPolicy, Integration
 from ..errors import UsageError, UserError, nearest
 from ..model_card import accuracy_at
 from ..runtime import exits
@@ -36,7 +34,7 @@ from ..runtime.sessions import Graphs
 from ..runtime.slots import Job as Image
 from ..runtime.slots import Slots
 from ..solvers import SOLVERS, SPLITTINGS
-from . import checks, formats, precision
+from . import checks, formats, install, precision, references
 from .checks import Check
 
 Array = np.ndarray[Any, Any]
@@ -117,7 +115,7 @@ class Job:
         self.name: str = re.sub(r"[^\w.-]+", "-", self.own.name) or "model"
         macs = int(self.integration.macs(self.own.architecture))
         self.report = Report(settings.format, self.own.name, settings.precision, self.integration, macs)
-        self.target = _fitting(Path(settings.output), self) if settings.output else self.entry.target(self)
+        self.target = install.fitting(Path(settings.output), self) if settings.output else self.entry.target(self)
         self._check_depth()
 
     @property
@@ -231,35 +229,14 @@ class Job:
 
     def reference(self, pixels: Array, with_attention: bool = False) -> dict[str, Array]:
         """What the runtime answers on the bundle's own parts."""
-        graphs, own = self.graphs, self.integration
-        state = graphs.stem.run(["state"], {"pixel_values": pixels})[0]
-        size = np.full(len(pixels), own.step_size, np.float32)
-        for _ in range(own.steps):
-            state, logits = graphs.step.run(["next_state", "logits"], {"state": state, "step_size": size})
-        answer = {"logits": logits}
-        return answer | {"cls_attention": graphs.maps(state)} if with_attention else answer
+        return references.of_graphs(self.graphs, self.integration, pixels, with_attention)
 
     def torch_reference(self, pixels: Array, with_attention: bool = False) -> dict[str, Array]:
-        import torch
-
-        own, model = self.integration, self.torch_model
-        with torch.no_grad():
-            x = model.stem(torch.from_numpy(pixels))
-            for point in model.trajectory(x, own.steps, own.horizon, own.solver, own.splitting):
-                x = point.state
-            answer = {"logits": model.answer(x).numpy()}
-            return answer | {"cls_attention": model.cls_attention(x).numpy()} if with_attention else answer
+        return references.of_torch(self.torch_model, self.integration, pixels, with_attention)
 
     def run_parts(self, sessions: Mapping[str, Any], pixels: Array) -> dict[str, Array]:
         """A trajectory by freshly made parts."""
-        state = sessions[bundle.STEM].run(None, {"pixel_values": pixels})[0]
-        size = np.full(len(pixels), self.integration.step_size, np.float32)
-        for _ in range(self.integration.steps):
-            values = sessions[bundle.STEP].run(list(STEP_OUTPUTS), {"state": state, "step_size": size})
-            found = dict(zip(STEP_OUTPUTS, values))
-            state = found["next_state"]
-        tokens = np.ascontiguousarray(state[:, : self.config.architecture.tokens])
-        return {"logits": found["logits"], "cls_attention": sessions[bundle.ATTENTION].run(None, {"state": tokens})[0]}
+        return references.of_parts(sessions, self.config, pixels)
 
     def save(self, graph: onnx.ModelProto, path: Path, **plain: object) -> None:
         """Write a graph with its metadata to a scratch file, and check the file by itself."""
@@ -292,10 +269,10 @@ class Job:
             self.settings.precision,
             self.settings.format == "parts" and self.settings.precision == "fp32",
         )
-        references = [] if from_weights else [("the runtime", self.reference)]
+        others = [] if from_weights else [("the runtime", self.reference)]
         if from_weights or self.settings.check == "torch":
-            references.append(("torch", self.torch_reference))
-        for name, reference in references:
+            others.append(("torch", self.torch_reference))
+        for name, reference in others:
             with self.stage(f"compare with {name} at batch 1, 3 and 8"):
                 ask = partial(reference, with_attention=with_attention)
                 found = checks.values(ask, answer, self.images, kind, name)
@@ -389,56 +366,18 @@ def _integration(config: Config, settings: Settings) -> Integration:
     )
 
 
-def _fitting(output: Path, job: Job) -> Path:
-    """The output asked for, if its name says what it will be: other tools go by that."""
-    wanted, name = job.entry.suffix(job), job.entry.name
-    if wanted and output.suffix != wanted:
-        raise UsageError(f"--output {output} must end in {wanted} for the format {name}")
-    if not wanted and output.is_file():
-        raise UsageError(f"--output {output} is a file, and the format {name} makes a folder")
-    return output
-
-
 def export(source: str | None, settings: Settings, say: Callable[[str], None] = lambda text: None) -> Report:
     """Make what `settings` ask for of the bundle `source`; a failed check leaves nothing behind."""
     began = time.perf_counter()
     job = Job(source, settings, say)
-    refuse_existing(job)
-    try:
-        beside = job.target if job.entry.in_bundle and job.target.is_dir() else job.target.parent
-        beside.mkdir(parents=True, exist_ok=True)  # on the same disk, or a move would not be one step
-        scratch = Path(tempfile.mkdtemp(prefix=".odevit-serve-", dir=beside))
-    except OSError as error:
-        raise UserError(f"cannot write beside {job.target}: {error.strerror}") from None
+    install.refuse_existing(job)
+    scratch = install.scratch_folder(job)
     try:
         made = job.entry.make(job, scratch)
         for name, target in made.items():
-            install(scratch / name, target, scratch)
-            job.report.files[str(target)] = _bytes(target)
+            install.move(scratch / name, target, scratch)
+            job.report.files[str(target)] = install.size(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     job.report.seconds["total"] = round(time.perf_counter() - began, 3)
     return job.report
-
-
-def refuse_existing(job: Job) -> None:
-    if job.settings.overwrite:
-        return
-    for path in [job.target / name for name in job.entry.in_bundle] or [job.target]:
-        if path.exists():
-            raise UsageError(f"{path} exists: add --overwrite to replace it, or choose another with --output")
-
-
-def install(made: Path, target: Path, scratch: Path) -> None:
-    """Move a finished file or folder into place, in one step each."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():  # a folder cannot be replaced by a rename: the old one steps aside first
-            os.rename(target, scratch / f"old-{target.name}")
-        os.replace(made, target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from None
-
-
-def _bytes(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size

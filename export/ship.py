@@ -28,7 +28,7 @@ from ..train.model import ODEViT
 from ..train.recipe import Teaching
 from ..train.val import NO_TEACHER, ValidationPlan, validate
 from . import parts
-from .job import install
+from . import install
 
 EPSILON, DELTA, UNSURE = 0.01, 0.05, 0.05
 
@@ -64,7 +64,7 @@ def ship(
         measured = measure(made, data, expert, apart, full_size)
         bundle.write_config(made, config.replace(metrics={**config.metrics, **measured}))
         write_card(made)
-        install(made, folder, Path(scratch))
+        install.move(made, folder, Path(scratch))
 
 
 def prove(folder: Path, data: str, unsure: float | None) -> None:
