@@ -27,8 +27,7 @@ from ..model_card import write_card
 from ..train.model import ODEViT
 from ..train.recipe import Teaching
 from ..train.val import NO_TEACHER, ValidationPlan, validate
-from . import parts
-from . import install
+from . import install, parts
 
 EPSILON, DELTA, UNSURE = 0.01, 0.05, 0.05
 

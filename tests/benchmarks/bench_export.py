@@ -1,13 +1,18 @@
-"""Ratios that exports are held to, each taken in one run: `python tests/benchmarks/bench_export.py [--json] [--check]`.
+"""Figures that exports are held to, taken in one run: `python tests/benchmarks/bench_export.py [BUNDLE] [options]`.
 
-A model of the shape of the preset `tiny` with random weights: speed does not depend on what was learned. Exits at
-different depths come from a travel table fitted to the model itself.
+`--json` prints them as JSON, `--check` ends with 1 if a limit is missed, and `--against FILE.onnx` compares the
+images/s of the unrolled file with those of another file of the same model and steps, the two in turns.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
+import resource
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,61 +22,39 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
-import torch
 
-from odevit_serve.bundle import Config, ExitPolicy, Integration
-from odevit_serve.export import checks, precision
-from odevit_serve.export.formats.adaptive import adaptive
-from odevit_serve.export.formats.unrolled import unrolled
-from odevit_serve.export.graph import Folded
-from odevit_serve.export.pieces import Pieces
-from odevit_serve.train.model import ODEViT
-from odevit_serve.train.presets import PRESETS
+from odevit_serve import bundle
+from odevit_serve.bundle import Config
+from odevit_serve.export import precision
+from odevit_serve.export.formats.onnx_adaptive import adaptive_graph
+from odevit_serve.runtime.graphs import Parts, step_graph, unrolled_graph
+from odevit_serve.runtime.sessions import Graphs
 
-STEPS, BATCH = 24, 32
+BATCHES, BATCH, REPEATS = (1, 8, 32), 32, 15
 MOST = {
-    "export of 24 unrolled steps, seconds": 60.0,
+    "export --steps 18, seconds from shell to file": 1.5,
+    "export --format onnx-adaptive, seconds from shell to file": 2.0,
+    "peak memory of an export, MB": 300.0,
     "file of 24 steps / file of 1 step": 1.05,
-    "adaptive time / (mean steps / N * unrolled time)": 1.15,
+    "adaptive time / (stem + mean steps x time of a step)": 1.15,
 }
-LEAST = {"loading: unrolled / adaptive": 4.0, "int8 / fp32 throughput of the step at batch 1": 1.4}
-
-
-def model() -> ODEViT:
-    torch.manual_seed(0)
-    config = PRESETS["tiny"].replace(integration=Integration(12.0, STEPS))
-    made = ODEViT(config).eval()
-    with torch.no_grad():
-        made.head.weight.normal_()
-    return made
+LEAST = {"loading: 24 steps / adaptive": 4.0, "int8 / fp32 throughput of the step at batch 1": 1.4}
 
 
 def images(config: Config, count: int) -> np.ndarray[Any, Any]:
-    """Pictures of different contrast: those with little of it stay near the boundary for longer."""
+    """Pictures of different contrast, which exit at different depths."""
     rng = np.random.default_rng(0)
     pixels = rng.normal(size=(count, *config.preprocessing.input_size))
     return (pixels * rng.uniform(0.2, 2.0, size=(count, 1, 1, 1))).astype(np.float32)
 
 
-@torch.no_grad()
-def fitted(made: ODEViT, pixels: np.ndarray[Any, Any]) -> Config:
-    """A policy by which these images exit at different depths, half of them in the first half of the steps."""
-    x = made.stem(torch.from_numpy(pixels))
-    states = [x[:, 0], *(point.state[:, 0] for point in made.trajectory(x))]
-    travel = torch.stack([(states[-1] - s).norm(dim=-1).mean() for s in states]).tolist()
-    half = checks.margins(made.head(states[STEPS // 2]).numpy(), made.head.weight.numpy())
-    return made.config.replace(
-        exit=ExitPolicy(threshold=float(np.median(half)) / travel[STEPS // 2], travel=tuple(travel))
-    )
-
-
-def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+def session(source: onnx.ModelProto | str) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return onnxruntime.InferenceSession(source if isinstance(source, str) else source.SerializeToString(), options)
 
 
-def fastest(*runs: Callable[[], object], repeats: int = 15) -> list[float]:
+def times(*runs: Callable[[], object], repeats: int = REPEATS) -> list[float]:
     """Best time of each, taken in turns so that a busy moment hits all alike."""
     best = [float("inf")] * len(runs)
     for _ in range(repeats):
@@ -82,48 +65,67 @@ def fastest(*runs: Callable[[], object], repeats: int = 15) -> list[float]:
     return best
 
 
-def vnni() -> bool:
-    info = Path("/proc/cpuinfo")
-    return info.exists() and any(flag in info.read_text() for flag in ("avx512_vnni", "avx_vnni", "amx_int8"))
+def commands(source: str) -> dict[str, float]:
+    """The command itself, from shell to file, checks included."""
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for words in (["--steps", "18"], ["--format", "onnx-adaptive"]):
+            command = [sys.executable, "-m", "odevit_serve", "export", source, *words, "--max-drop", "100"]
+            command += ["--overwrite", "-o", f"{folder}/m.onnx"]
+            run = partial(subprocess.run, command, check=True, capture_output=True)
+            figures[f"export {' '.join(words)}, seconds from shell to file"] = times(run, repeats=5)[0]
+    figures["peak memory of an export, MB"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    return figures
 
 
-def measure() -> dict[str, float]:
-    made = model()
-    pixels = images(made.config, BATCH)
-    config = fitted(made, pixels)
-    pieces = Pieces(Folded(made))
-    began = time.perf_counter()
-    whole = unrolled(pieces)
-    export_seconds = time.perf_counter() - began
-    single = unrolled(Pieces(Folded(made, Integration(12.0, 1))))
-    loop = adaptive(pieces, config)
-    load_whole, load_loop = fastest(partial(session, whole), partial(session, loop), repeats=7)
-
-    fixed, free, feed = session(whole), session(loop), {"pixel_values": pixels}
+def graphs(folder: Path, config: Config) -> dict[str, float]:
+    parts, own = Parts.of(folder, config), config.integration
+    whole, single, exact = (
+        unrolled_graph(parts, dataclasses.replace(own, steps=steps)) for steps in (24, 1, own.steps)
+    )
+    loop = adaptive_graph(parts, config)
+    load_whole, load_loop = times(partial(session, whole), partial(session, loop), repeats=7)
+    feed = {"pixel_values": images(config, BATCH)}
+    first, full, free = session(single), session(exact), session(loop)
     depths = free.run(["steps"], feed)[0]
-    time_fixed, time_free = fastest(partial(fixed.run, None, feed), partial(free.run, None, feed), repeats=9)
+    one, all_steps, adaptive = times(*(partial(each.run, ["logits"], feed) for each in (first, full, free)))
+    step = (all_steps - one) / (own.steps - 1)
     return {
-        "export of 24 unrolled steps, seconds": export_seconds,
         "file of 24 steps / file of 1 step": whole.ByteSize() / single.ByteSize(),
-        "loading: unrolled / adaptive": load_whole / load_loop,
+        "loading: 24 steps / adaptive": load_whole / load_loop,
         "mean steps": float(depths.mean()),
-        "shallowest": float(depths.min()),
-        "deepest": float(depths.max()),
-        "adaptive time / (mean steps / N * unrolled time)": time_free / (depths.mean() / STEPS * time_fixed),
-        "int8 / fp32 throughput of the step at batch 1": int8_gain(made, pixels),
+        "adaptive time / (stem + mean steps x time of a step)": adaptive / (one + (depths.mean() - 1) * step),
+        "int8 / fp32 throughput of the step at batch 1": int8_gain(folder, config),
         "CPU has VNNI": float(vnni()),
     }
 
 
-def int8_gain(made: ODEViT, pixels: np.ndarray[Any, Any]) -> float:
-    folded = Folded(made, quantisable=True)
-    seen = precision.ranges(folded, pixels)
-    full = session(Pieces(Folded(made)).step())
-    small = session(Pieces(folded, partial(precision.quantise, seen=seen)).step())
-    state = folded.begin(torch.from_numpy(pixels[:1])).detach().numpy()
-    feed = {"state": state, "step_size": np.full(1, 0.5, np.float32)}
-    times = fastest(partial(full.run, None, feed), partial(small.run, None, feed), repeats=200)
-    return times[0] / times[1]
+def int8_gain(folder: Path, config: Config) -> float:
+    own, parts = Graphs(folder, config), Parts.of(folder, config)
+    full = session(step_graph(parts, config.integration))
+    states = precision.states(own, images(config, BATCH))
+    precision.quantise_fields(parts, states)
+    small = session(step_graph(parts, config.integration))
+    feed = {"state": states[0][:1], "step_size": np.full(1, config.integration.step_size, np.float32)}
+    fast = times(*(partial(each.run, ["next_state"], feed) for each in (full, small)), repeats=200)
+    return fast[0] / fast[1]
+
+
+def against(folder: Path, config: Config, other: str) -> dict[str, float]:
+    """Images/s of the unrolled file over those of another; the median of pairs taken in turns."""
+    own, figures = session(unrolled_graph(Parts.of(folder, config), config.integration)), {}
+    theirs = session(other)
+    for batch in BATCHES:
+        feed = {"pixel_values": images(config, batch)}
+        pairs = [times(*(partial(each.run, ["logits"], feed) for each in (theirs, own)), repeats=3) for _ in range(25)]
+        figures[f"images/s at batch {batch}"] = batch / float(np.median([mine for _, mine in pairs]))
+        figures[f"images/s at batch {batch} / those of the other file"] = float(np.median([a / b for a, b in pairs]))
+    return figures
+
+
+def vnni() -> bool:
+    info = Path("/proc/cpuinfo")
+    return info.exists() and any(flag in info.read_text() for flag in ("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
 def missed(figures: dict[str, float]) -> list[str]:
@@ -134,11 +136,25 @@ def missed(figures: dict[str, float]) -> list[str]:
     return above + below
 
 
-if __name__ == "__main__":
-    figures = measure()
-    if "--json" in sys.argv:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", nargs="?", default="cifar10")
+    parser.add_argument("--against", metavar="FILE.onnx")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    asked = parser.parse_args()
+    folder = bundle.find(asked.source)
+    config = bundle.read_config(folder)
+    figures = commands(asked.source) | graphs(folder, config)
+    if asked.against:
+        figures |= against(folder, config, asked.against)
+    if asked.json:
         print(json.dumps(figures, indent=2))
     else:
-        print("\n".join(f"{name:<52} {value:8.3f}" for name, value in figures.items()))
-    if "--check" in sys.argv:
+        print("\n".join(f"{name:<62} {value:10.3f}" for name, value in figures.items()))
+    if asked.check:
         sys.exit("\n".join(missed(figures)) or 0)
+
+
+if __name__ == "__main__":
+    main()
