@@ -92,7 +92,7 @@ def accuracy_at(config: Config, asked: Integration) -> tuple[str, float | None]:
     by_steps = config.metrics.get("accuracy_by_steps") or {}
     by_solver = config.metrics.get("accuracy_by_solver") or {}
     if not by_steps and not by_solver:
-        return "", None
+        return "" if asked == own else f"accuracy was never measured at {asked}", None
     best, found = by_steps.get(str(own.steps)), None
     if asked == dataclasses.replace(own, steps=asked.steps):
         found, known = by_steps.get(str(asked.steps)), ", ".join(by_steps)

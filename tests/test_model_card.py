@@ -78,4 +78,6 @@ def test_what_was_measured_is_quoted_for_other_steps_and_solvers() -> None:
     assert accuracy_at(config, Integration(12.0, 3)) == ("accuracy was never measured at 3 steps, only at 2, 4", None)
     for other in (Integration(12.0, 2, "heun"), Integration(6.0, 4), Integration(12.0, 4, "rk4")):
         assert accuracy_at(config, other) == (f"accuracy was never measured at {other}", None)
-    assert accuracy_at(Config(integration=own), Integration(12.0, 2)) == ("", None)
+    other = Integration(12.0, 2)
+    assert accuracy_at(Config(integration=own), other) == (f"accuracy was never measured at {other}", None)
+    assert accuracy_at(Config(integration=own), own) == ("", None)

@@ -13,4 +13,9 @@ SCRIPTS = sorted((Path(__file__).parents[1] / "benchmarks").glob("bench_*.py"))
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_imports_what_there_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(path.parent))
-    runpy.run_path(str(path), run_name="imported")  # raises where a name is gone
+    try:
+        runpy.run_path(str(path), run_name="imported")
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("odevit_serve"):
+            raise
+        pytest.skip(f"needs {error.name}")
