@@ -210,17 +210,17 @@ def draw(report: Report) -> Image.Image:
     depth = [row.mean_steps for row in rows]
     at = (report.chosen.mean_steps, f"chosen: {report.policy.threshold:.4g}")
     error = [
-        pictures.Line("observed", pictures.BLUE, depth, [100 * row.observed for row in rows]),
-        pictures.Line(f"bound at {1 - proof.delta:.0%}", pictures.ORANGE, depth, [100 * row.bound for row in rows]),
+        pictures.Curve("observed", pictures.BLUE, depth, [100 * row.observed for row in rows]),
+        pictures.Curve(f"bound at {1 - proof.delta:.0%}", pictures.ORANGE, depth, [100 * row.bound for row in rows]),
     ]
     level = (100 * proof.epsilon, f"epsilon = {proof.epsilon:.2%}")
     name = "differs from full depth, %" if proof.target == "agreement" else "newly wrong, %"
     panels = [pictures.Panel(name, error, level=level, at=at, zero=True)]
     if report.full_accuracy is not None:
-        accuracy = pictures.Line("early exit", pictures.GREEN, depth, [100 * (row.accuracy or 0.0) for row in rows])
+        accuracy = pictures.Curve("early exit", pictures.GREEN, depth, [100 * (row.accuracy or 0.0) for row in rows])
         full = (100 * report.full_accuracy, "full depth")
         panels.append(pictures.Panel("accuracy, %", [accuracy], level=full, at=(at[0], "")))
-    saved = pictures.Line("time saved", pictures.BLUE, depth, [100 * row.time_saved for row in rows])
+    saved = pictures.Curve("time saved", pictures.BLUE, depth, [100 * row.time_saved for row in rows])
     panels.append(pictures.Panel("time saved, %", [saved], at=(at[0], ""), zero=True))
     return pictures.plot(
         panels, f"{report.policy.rule}: what each threshold gives", f"mean steps of {proof.setting.steps}"

@@ -53,7 +53,7 @@ def overlays(picture: Image.Image, attention: Attention) -> dict[str, Image.Imag
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A series of points; None breaks the line."""
 
     name: str
@@ -68,7 +68,7 @@ class Panel:
     """One plot of several lines over a common x; `level` and `at` are a dashed horizontal and vertical line."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     level: tuple[float, str] | None = None
     at: tuple[float, str] | None = None
     log: bool = False
@@ -161,7 +161,7 @@ def _dashes(
         draw.text((x + side, top + 4), panel.at[1], INK, font=font(22), anchor=anchor)
 
 
-def _line(draw: ImageDraw.ImageDraw, line: Line, place: _Place, log: bool) -> None:
+def _line(draw: ImageDraw.ImageDraw, line: Curve, place: _Place, log: bool) -> None:
     piece: list[tuple[float, float]] = []
     for x, y in [*zip(line.x, line.y), (0.0, None)]:
         if y is None or not math.isfinite(y) or (log and y <= 0):
@@ -206,11 +206,11 @@ def trace_plot(prediction: Prediction) -> Image.Image:
     trace = prediction.trace
     steps = [s.step for s in trace]
     at = (float(prediction.steps), f"{prediction.exit.short} at {prediction.steps}/{prediction.full_steps}")
-    probability = Line(f"probability of {prediction.label}", GREEN, steps, [s.probability for s in trace])
+    probability = Curve(f"probability of {prediction.label}", GREEN, steps, [s.probability for s in trace])
     panels = [Panel("answer", [probability], at=at, zero=True)]
     panels.append(_decision(prediction, (at[0], "")))
-    exponent = Line("exponent", BLUE, steps, [s.exponent for s in trace])
-    times = Line("times", BLUE, steps, [s.lyapunov_times for s in trace])
+    exponent = Curve("exponent", BLUE, steps, [s.exponent for s in trace])
+    times = Curve("times", BLUE, steps, [s.lyapunov_times for s in trace])
     panels += [
         Panel("exponent toward the boundary", [exponent], level=(0.0, "")),
         Panel("Lyapunov times passed", [times], zero=True),
@@ -224,18 +224,18 @@ def _decision(prediction: Prediction, at: tuple[float, str]) -> Panel:
     """The score of the rule against its threshold. Where both are multiples of the travel, as distances of CLS."""
     trace, threshold, rule = prediction.trace, prediction.threshold, RULES.get(prediction.rule)
     steps = [s.step for s in trace]
-    margin = Line("margin", BLUE, steps, [s.margin for s in trace])
+    margin = Curve("margin", BLUE, steps, [s.margin for s in trace])
     # At the last step nothing is decided any more, and what is divided by a travel of nought leaves the scale.
     scores = [s.score if s.step < prediction.full_steps else None for s in trace]
     if threshold is None or rule is None or not any(score is not None for score in scores):
         return Panel("distance of CLS", [margin], at=at, zero=True)
     if not rule.needs_travel:
-        line = Line("score", BLUE, steps, scores)
+        line = Curve("score", BLUE, steps, scores)
         return Panel(f"score of {rule.name}", [line], (threshold, f"threshold {threshold:.3g}"), at)
     travel = [s.travel for s in trace]
     wanted = [None if far is None else threshold * far for far in travel]
-    lines = [margin, Line(f"{threshold:.3g} x expected travel", ORANGE, steps, wanted)]
+    lines = [margin, Curve(f"{threshold:.3g} x expected travel", ORANGE, steps, wanted)]
     if rule.name != "travel":  # whose score times the travel is the margin
         reached = [None if score is None or far is None else score * far for score, far in zip(scores, travel)]
-        lines.insert(1, Line(f"what {rule.name} compares", GREEN, steps, reached))
+        lines.insert(1, Curve(f"what {rule.name} compares", GREEN, steps, reached))
     return Panel("distance of CLS", lines, at=at, zero=True)

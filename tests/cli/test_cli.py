@@ -55,8 +55,6 @@ def test_every_command_has_help() -> None:
 )
 def test_a_missing_extra_is_named_and_nothing_more(extra: str, words: str) -> None:
     """The modules of the extra are hidden from the import system, as on a lean install."""
-    if words.split("'")[1] not in {c.name or c.callback.__name__ for c in cli.app.registered_commands if c.callback}:
-        pytest.skip("the command does not exist yet")
     code = (
         "import importlib.util, sys\n"
         "from odevit_serve import cli\n"

@@ -199,7 +199,8 @@ def test_a_large_folder_streams_in_constant_memory(tiny_bundle: Path, tmp_path: 
 
 def test_progress_is_kept_off_stdout(folder: Path, tiny_bundle: Path) -> None:
     """On a terminal a bar is shown on stderr, and stdout is clean JSON all the same."""
-    pty = pytest.importorskip("pty")
+    import pty
+
     parent, child = pty.openpty()
     code = "import sys; from odevit_serve.cli import main; main()"
     command = [sys.executable, "-c", code, "predict", str(folder), "-m", str(tiny_bundle), "--json"]

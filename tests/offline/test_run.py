@@ -39,7 +39,8 @@ def expected(pictures: Path, tiny_bundle: Path) -> list[dict[str, Any]]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
-        parquet = pytest.importorskip("pyarrow.parquet")
+        from pyarrow import parquet
+
         return parquet.read_table(path).to_pylist()
     return [json.loads(line) for line in path.read_text().splitlines()]
 

@@ -78,7 +78,7 @@ def test_what_a_rule_compares_is_what_is_drawn() -> None:
 
 
 def test_line_goes_where_its_numbers_say() -> None:
-    rising = pictures.plot([pictures.Panel("p", [pictures.Line("", pictures.BLUE, [0, 1], [0, 1])])], "t", "x")
+    rising = pictures.plot([pictures.Panel("p", [pictures.Curve("", pictures.BLUE, [0, 1], [0, 1])])], "t", "x")
     pixels = np.abs(np.asarray(rising).astype(int) - pictures.BLUE).sum(2) < 12
     rows, columns = np.nonzero(pixels)
     assert rows[columns.argmax()] < rows[columns.argmin()]  # ends higher than it starts

@@ -61,7 +61,8 @@ def test_exponent_edges() -> None:
 
 def test_free_exponent_of_psi_equals_the_tangent_one() -> None:
     """Carry v(0) by JVPs along the trajectory (the exact finite-time exponent in that direction) and compare."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = (
         tiny_model(attention="l2", convolution=0).double().requires_grad_(False)
     )  # torch has no JVP of its fused dot attention

@@ -58,7 +58,8 @@ def run(*words: object, hide: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_files(pictures: Path, tiny_bundle: Path, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import parquet
+
     lean = "torch timm transformers pyarrow"
     done = run("embed", pictures, "-m", tiny_bundle, "-o", tmp_path / "e.npz", hide=lean)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,8 @@ def graphs(folder: Path) -> Graphs:
 
 
 def test_metadata_without_loading(tiny_bundle: Path) -> None:
-    onnx = pytest.importorskip("onnx")
+    import onnx
+
     path = tiny_bundle / bundle.STEP
     assert read_metadata(path) == bundle.read_config(tiny_bundle)
     assert properties(path) == {p.key: p.value for p in onnx.load(path).metadata_props}
@@ -65,7 +66,8 @@ def test_config_that_does_not_fit(copy: Path) -> None:
 
 
 def test_no_ode_vit(tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
+    import onnx
+
     node = onnx.helper.make_node("Relu", ["x"], ["y"])
     value = [onnx.helper.make_tensor_value_info(n, 1, [1]) for n in "xy"]
     graph = onnx.helper.make_graph([node], "g", value[:1], value[1:])

@@ -55,7 +55,8 @@ def run(graphs: Graphs, jobs: list[tuple[int, Depth]], capacity: int, gulp: int 
 
 
 def test_full_depth_equals_torch(tiny_bundles: Callable[..., Path]) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     from odevit_serve.train.model import ODEViT
 
     for own in ({}, {"solver": "ab2"}, {"solver": "heun", "splitting": "lie"}):

@@ -134,7 +134,8 @@ def test_load_and_unload_over_http(server: tuple[Repository, httpx.Client], fold
 
 
 def test_the_client_of_triton_loads_and_unloads(server: tuple[Repository, httpx.Client]) -> None:
-    triton = pytest.importorskip("tritonclient.http")
+    from tritonclient import http as triton
+
     _, client = server
     other = triton.InferenceServerClient(str(client.base_url).removeprefix("http://").rstrip("/"))
     other.load_model("second", headers=KEY)

@@ -683,7 +683,8 @@ def test_oip_unknown_model(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("binary", [True, False])
 def test_oip_with_tritons_own_client(client: httpx.Client, model: BundleModel, binary: bool) -> None:
-    triton = pytest.importorskip("tritonclient.http", reason="needs tritonclient[http]")
+    from tritonclient import http as triton
+
     pixels = np.stack([model.prepare(png(i)) for i in range(5)])
     alone = model.predict([png(i) for i in range(5)])
     with triton.InferenceServerClient(f"{client.base_url.host}:{client.base_url.port}") as own:
