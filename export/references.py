@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 def of_graphs(graphs: Graphs, own: Integration, pixels: Array, with_attention: bool = False) -> dict[str, Array]:
     """Logits, and the map where asked for, at the end of a trajectory by the graphs of a bundle."""
     state = graphs.stem.run(["state"], {"pixel_values": pixels})[0]
-    size = np.full(len(pixels), own.step_size, np.float32)
+    size: Array = np.full(len(pixels), own.step_size, np.float32)
     for _ in range(own.steps):
         state, logits = graphs.step.run(["next_state", "logits"], {"state": state, "step_size": size})
     answer = {"logits": logits}
@@ -43,7 +43,7 @@ def of_parts(sessions: Mapping[str, Any], config: Config, pixels: Array) -> dict
     """The same by sessions of stem, step and attention, which no bundle holds yet; every output of the step is run."""
     own = config.integration
     state = sessions[bundle.STEM].run(None, {"pixel_values": pixels})[0]
-    size = np.full(len(pixels), own.step_size, np.float32)
+    size: Array = np.full(len(pixels), own.step_size, np.float32)
     for _ in range(own.steps):
         found = dict(
             zip(STEP_OUTPUTS, sessions[bundle.STEP].run(list(STEP_OUTPUTS), {"state": state, "step_size": size}))
