@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
@@ -138,3 +139,13 @@ def nothing_left(engine: Engine) -> None:
     until(lambda: not (engine.pending or engine.active or engine.waiting), 10)
     stats = engine.stats
     assert stats.accepted == stats.answered + stats.cancelled + sum(stats.failed.values())
+
+
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, message: bytes) -> tuple[int, bool, bytes]:
+    """One request on an open connection: status, whether the connection stays, and the body."""
+    writer.write(message)
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    fields = dict(line.split(b": ", 1) for line in lines[1:] if b": " in line)
+    body = await reader.readexactly(int(fields.get(b"content-length", b"0")))
+    return int(lines[0].split()[1]), fields.get(b"connection") != b"close", body

@@ -81,19 +81,26 @@ def serve(
     model: str = typer.Argument(None, metavar="[BUNDLE]", help="Default: the bundled model; `random`: random weights."),
     pictures: str = typer.Option(None, "--pictures", help="Folder to take pictures from; default: made-up ones."),
     count: int = typer.Option(200, "--count", min=1, help="How many different pictures to send."),
-    clients: str = typer.Option("1,8,32,128", "--clients", help="Numbers of clients, with commas."),
-    seconds: float = typer.Option(4.0, "--seconds", min=0.1, max=120.0, help="Length of each measurement."),
-    rounds: int = typer.Option(3, "--rounds", min=1, max=50),
+    quick: bool = typer.Option(False, "--quick", help="1 and 32 clients, 2 rounds of 2 s: about 3 minutes."),
+    clients: str = typer.Option(None, "--clients", help="Numbers of clients, with commas. Default: 1,8,32,128."),
+    seconds: float = typer.Option(
+        None, "--seconds", min=0.1, max=120.0, help="Length of each measurement. Default: 4."
+    ),
+    rounds: int = typer.Option(None, "--rounds", min=1, max=50, help="Default: 3."),
     threads: int = typer.Option(None, "--threads", min=1, help="Threads of onnxruntime in each. Default: one a core."),
     systems: str = typer.Option(
         None,
         "--systems",
-        help="Some of continuous,audited,synchronous,fixed,litserve,in-process,cnn. Default: all but audited.",
+        help="Some of continuous,audited,synchronous,fixed,litserve,in-process,cnn,many,tensors,grpc. Default: all but "
+        "audited.",
     ),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
 ) -> None:
-    """Compare this engine with batch-synchronous exit, fixed depth, LitServe and no server: images/s, latency, CPU."""
+    """Compare this engine with batch-synchronous exit, fixed depth, LitServe and no server: images/s, latency, CPU.
+
+    `many`, `tensors` and `grpc` are other ways to ask this engine, from 32 clients on for the first two.
+    """
     require("export")
     from ..benchmark import serve as measure
     from ..bundle import find
@@ -105,6 +112,10 @@ def serve(
     for name in names:
         if name not in measure.SYSTEMS:
             raise UsageError(f"unknown system {name!r}: choose of {', '.join(measure.SYSTEMS)}")
+    if "grpc" in names:
+        require("grpc")
+    own = ("1,32", 2.0, 2) if quick else ("1,8,32,128", 4.0, 3)
+    clients, seconds, rounds = clients or own[0], seconds or own[1], rounds or own[2]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with it
     with tempfile.TemporaryDirectory() as scratch:
         chosen = measure.real_pictures(pictures, count) if pictures else measure.some_pictures(count, 32)
@@ -231,3 +242,6 @@ def _print(result: dict[str, Any], systems: dict[str, str]) -> None:
             f"{clients} clients, the audit: {cost['throughput_lost']:.1%} of images/s (allowed {cost['allowed']:.1%}), "
             f"{cost['cpu_added']:+.1%} CPU an image, coverage {coverage} of {cost['audited']:,} and those dropped"
         )
+    for clients, own in result["of_in_process"].items():
+        parts = [f"{name} {share:.2f}" for name, share in own.items()]
+        console.print(f"{clients} clients, share of the images/s in process: {', '.join(parts)}")

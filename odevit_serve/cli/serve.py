@@ -77,6 +77,7 @@ def serve(
 ) -> None:
     """Serve models over HTTP; images at different depths share one batch."""
     import dataclasses
+    import os
 
     from ..serving.audit import AuditOptions
     from ..serving.engine import Limits
@@ -116,14 +117,14 @@ def serve(
         on_ray.run(arguments, host, port, say)
         return
     from ..bundle import DEFAULT
-    from ..runtime.model import load
+    from ..runtime.model import AT_ONCE, load
     from ..serving.decoders import Decoders
     from ..serving.engine import Engine
     from ..serving.http.uvicorn_server import run
     from ..serving.repository import Repository
     from ..serving.turns import Turns
 
-    decoders, turns = Decoders(), Turns()
+    decoders, turns = Decoders(), Turns(min(threads or os.cpu_count() or 1, AT_ONCE))
 
     def engine(source: str) -> Engine:
         model = load(source, device, threads, trust)

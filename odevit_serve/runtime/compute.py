@@ -20,6 +20,8 @@ from .results import Attention, Result
 class Compute(Protocol):
     """Up to `capacity` images at once. One thread at a time may use it, except for `depth`, `maps` and `finish`."""
 
+    alone: bool  # whether the next run may have all threads; beside others it has its share of them
+
     @property
     def capacity(self) -> int: ...
 

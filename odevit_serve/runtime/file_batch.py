@@ -55,10 +55,12 @@ class FileBatch:
         session: onnxruntime.InferenceSession,
         capacity: int = 32,
         clock: Callable[[], float] = time.monotonic,
+        beside: onnxruntime.InferenceSession | None = None,
     ):
         if capacity < 1:
             raise UsageError(f"capacity must be at least 1, not {capacity}")
         self.name, self.config, self.session, self.capacity, self.clock = name, config, session, capacity, clock
+        self.alone, self._beside = True, beside or session
         self.labels = label_names(config)
         inputs = [value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())]
         self._outputs = [value.name for value in session.get_outputs()]
@@ -150,7 +152,8 @@ class FileBatch:
         wanted = [name for name in ("logits", "steps", "exit_reason") if name in self._outputs]
         if any(job.keep for job in jobs):
             wanted.append("cls_attention")
-        return dict(zip(wanted, self.session.run(wanted, inputs)))
+        session = self.session if self.alone else self._beside
+        return dict(zip(wanted, session.run(wanted, inputs)))
 
     def _outcome(self, row: int, entry: _Waiting, outputs: dict[str, np.ndarray], now: float) -> Outcome:
         full = self.config.integration.steps

@@ -7,7 +7,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from .results import Attention, Failure, Prediction, Result, label_names
 from .sessions import Graphs, configuration, open_session
 from .slots import Job, Slots
 
+AT_ONCE = 4  # threads that compute at once, at most: they share the interpreter's lock
 CAPACITY = 32  # images on their way at once; more gains nothing on a CPU
 
 
@@ -142,6 +143,10 @@ class Model(ABC):
     def compute(self, capacity: int = CAPACITY) -> Compute:
         """Rows for images on their way through this model."""
 
+    @abstractmethod
+    def computes(self, capacity: int = CAPACITY) -> Sequence[Compute]:
+        """The same rows in parts, for threads that compute at once."""
+
     def open_all(self) -> None:
         """Open what would be opened when it is first asked for: the files may be replaced while this is in use."""
         return
@@ -196,6 +201,12 @@ class BundleModel(Model):
     def compute(self, capacity: int = CAPACITY) -> Slots:
         return self.slots(capacity)
 
+    def computes(self, capacity: int = CAPACITY, kind: type[Slots] = Slots) -> Sequence[Slots]:
+        graphs = self.graphs
+        parts, each = _parts(capacity, graphs.device, graphs.threads)
+        beside = graphs.open(each) if len(parts) > 1 else None
+        return [kind(graphs, part, beside=beside) for part in parts]
+
     def open_all(self) -> None:
         if (self.path / bundle.ATTENTION).is_file():
             _ = self.graphs.attention
@@ -226,6 +237,7 @@ class FileModel(Model):
 
     def __init__(self, path: Path, device: str = "cpu", threads: int | None = None, trust: bool = False):
         self.session = open_session(path, device, threads, trust)
+        self._opened = (device, threads, trust)
         found = self.session.get_modelmeta().custom_metadata_map
         super().__init__(path, configuration(found, path))
         if found.get("format") == "parts":
@@ -234,6 +246,12 @@ class FileModel(Model):
 
     def compute(self, capacity: int = CAPACITY) -> FileBatch:
         return FileBatch(self.path.name, self.config, self.session, capacity)
+
+    def computes(self, capacity: int = CAPACITY) -> Sequence[Compute]:
+        device, threads, trust = self._opened
+        parts, each = _parts(capacity, device, threads)
+        beside = open_session(self.path, device, each, trust) if len(parts) > 1 else None
+        return [FileBatch(self.path.name, self.config, self.session, part, beside=beside) for part in parts]
 
     @property
     def adaptive(self) -> bool:
@@ -245,6 +263,13 @@ class FileModel(Model):
         if step not in (None, full):
             raise UsageError(f"{self.path.name} gives the map after step {full} only, not after {step}")
         return self._last_map(image, asked)
+
+
+def _parts(capacity: int, device: str, threads: int | None) -> tuple[list[int], int]:
+    """How many rows each of the threads that compute at once has, and how many threads of onnxruntime."""
+    given = threads or os.cpu_count() or 1
+    count = min(given, AT_ONCE, capacity) if device == "cpu" else 1  # one graph at a time fills a GPU
+    return [capacity // count + (i < capacity % count) for i in range(count)], given // count
 
 
 def load(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -151,6 +151,13 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^/onnxruntime_src.*\) ", "", text).strip()[:300]
 
 
+class Sessions(NamedTuple):
+    """The two graphs that an image goes through."""
+
+    stem: Any
+    step: Any
+
+
 def _signature(values: list[Any]) -> dict[str, list[Any]]:
     return {value.name: list(value.shape) for value in values}
 
@@ -176,10 +183,8 @@ class Graphs:
         own = config.integration
         wanted = replace(own, solver=solver or own.solver, splitting=splitting or own.splitting)
         self.own, self.config = config, config.replace(integration=wanted)
-        if wanted == own:
-            self.stem, self.step = self._open(bundle.STEM), self._open(bundle.STEP)
-        else:
-            self.stem, self.step = self._arrange(config, wanted)
+        self.sessions = self.open(threads)
+        self.stem, self.step = self.sessions
         self.setting = self._setting(wanted)
         shape = config.architecture
         self._expect(self.stem, bundle.STEM, "inputs", {"pixel_values": list(config.preprocessing.input_size)})
@@ -196,7 +201,13 @@ class Graphs:
         wide = {"next_state": state, "logits": [shape.classes]}
         self._expect(self.step, bundle.STEP, "outputs", {name: wide.get(name, []) for name in STEP_OUTPUTS})
 
-    def _arrange(self, config: Config, wanted: Integration) -> tuple[Any, Any]:
+    def open(self, threads: int | None) -> Sessions:
+        """Stem and step on so many threads."""
+        if self.config.integration == self.own.integration:
+            return Sessions(self._open(bundle.STEM, threads), self._open(bundle.STEP, threads))
+        return self._arrange(self.own, self.config.integration, threads)
+
+    def _arrange(self, config: Config, wanted: Integration, threads: int | None) -> Sessions:
         from .graphs import Parts, stem_graph, step_graph
 
         if not self.trusted and not trust.is_ours(self.folder / bundle.STEP):
@@ -204,8 +215,7 @@ class Graphs:
                 trust.check(self.folder / name)
         parts = Parts.of(self.folder, config)
         graphs = (stem_graph(parts, wanted), step_graph(parts, wanted))
-        stem, step = (open_session(graph.SerializeToString(), self.device, self.threads) for graph in graphs)
-        return stem, step
+        return Sessions(*(open_session(graph.SerializeToString(), self.device, threads) for graph in graphs))
 
     def _setting(self, own: Integration) -> Setting:
         """What these graphs compute by; their own digests say whether a proof was made for them."""
@@ -226,11 +236,11 @@ class Graphs:
                 f"{bundle.remake(self.folder)}"
             )
 
-    def _open(self, name: str) -> onnxruntime.InferenceSession:
+    def _open(self, name: str, threads: int | None) -> onnxruntime.InferenceSession:
         path = self.folder / name
         if not path.is_file():
             raise UserError(f"{self.folder} has no {name}: {bundle.remake(self.folder)}")
-        return open_session(path, self.device, self.threads, self.trusted)
+        return open_session(path, self.device, threads, self.trusted)
 
     def _expect(self, session: Any, name: str, side: str, wanted: dict[str, list[Any]]) -> None:
         found = _signature(session.get_inputs() if side == "inputs" else session.get_outputs())
@@ -248,7 +258,7 @@ class Graphs:
     @cached_property
     def attention(self) -> onnxruntime.InferenceSession:
         """Opened when a map is first asked for."""
-        return self._open(bundle.ATTENTION)
+        return self._open(bundle.ATTENTION, self.threads)
 
     def maps(self, states: np.ndarray) -> np.ndarray:
         """How much CLS looks at each patch in the states [B,S*,D]: [B,heads,patches]."""

@@ -21,7 +21,7 @@ from .exits import REASONS, Depth, ExitReason, Measured, Readings, Rule, decide,
 from .jobs import Job, Outcome, Parked, Step
 from .options import RequestOptions
 from .results import Attention, Result, conclude, label_names
-from .sessions import Graphs
+from .sessions import Graphs, Sessions
 
 __all__ = ["Job", "Outcome", "Slots", "Step"]
 
@@ -61,10 +61,18 @@ class Slots:
     anytime = True  # an image can end after any step
     least_steps = 1
 
-    def __init__(self, graphs: Graphs, capacity: int = 32, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        graphs: Graphs,
+        capacity: int = 32,
+        clock: Callable[[], float] = time.monotonic,
+        beside: Sessions | None = None,
+    ):
         if capacity < 1:
             raise UsageError(f"capacity must be at least 1, not {capacity}")
         self.graphs, self.capacity, self.clock = graphs, capacity, clock
+        self._sessions = {True: graphs.sessions, False: beside or graphs.sessions}  # by `alone`
+        self.alone = True
         self.measured = Measured.of(graphs.config)
         self.labels = label_names(graphs.config)
         self.active = 0
@@ -92,7 +100,7 @@ class Slots:
             self._threshold, self._lyapunov, self._passed, self._deadline, self._since,
         ]  # fmt: skip
         self._entries: list[_Entry] = []
-        self._known: dict[tuple[int, int], _Bound] = {}  # by rows and side
+        self._known: dict[tuple[int, int, bool], _Bound] = {}  # by rows, side and `alone`
         self._watched = 0  # jobs that keep something of every step
         self._timed = 0  # jobs with a deadline
         self._limited = 0  # jobs with a Lyapunov limit
@@ -219,22 +227,23 @@ class Slots:
         return tuple(Attention(step, values.reshape(-1, grid, grid)) for step, values in enumerate(heads, first))
 
     def _run_stem(self, pixels: np.ndarray, target: np.ndarray) -> None:
-        binding = self.graphs.stem.io_binding()
+        stem = self._sessions[self.alone].stem
+        binding = stem.io_binding()
         _bind(binding.bind_input, "pixel_values", pixels)
         _bind(binding.bind_output, "state", target)
-        self.graphs.stem.run_with_iobinding(binding)
+        stem.run_with_iobinding(binding)
 
     def _run_step(self, rows: int) -> None:
-        self.graphs.step.run_with_iobinding(self._bound(rows).binding)
+        self._sessions[self.alone].step.run_with_iobinding(self._bound(rows).binding)
         self._side = 1 - self._side
 
     def _bound(self, rows: int) -> _Bound:
         """A step of the first rows, from the side they are on to the other."""
         side, other = self._side, 1 - self._side
-        known = self._known.get((rows, side))
+        known = self._known.get((rows, side, self.alone))
         if known is not None:
             return known
-        binding = self.graphs.step.io_binding()
+        binding = self._sessions[self.alone].step.io_binding()
         _bind(binding.bind_input, "state", self._states[side][:rows])
         _bind(binding.bind_input, "step_size", self._step_size[:rows])
         outputs = {
@@ -247,7 +256,7 @@ class Slots:
             self._step, self._steps, self._sizes, self._logits[other], self._logits[side], self._margin, self._gain,
             self._exponent, self._passed, self._speed, self._cls_speed, self._first, self._unchanged,
         )  # fmt: skip
-        self._known[rows, side] = bound = _Bound(
+        self._known[rows, side, self.alone] = bound = _Bound(
             binding,
             tuple(array[:rows] for array in arrays),
             self._top[:rows],

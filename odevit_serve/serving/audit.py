@@ -5,8 +5,8 @@ where there is none, it is counted as dropped. One that exits early is answered 
 that nobody waits for; one that takes all steps agrees with itself and gives its place back. So which images are audited
 depends on chance and on the load, and never on how they ended. The mathematics is in `guarantee.audit`.
 
-The engine's thread calls `govern`, `resume`, `make_room` and `take`; `forget`, `clear` and `describe` may be called by
-others.
+The threads that compute call `govern`, `resume`, `make_room` and `take`, each with its own slots; `forget`, `clear` and
+`describe` may be called by others.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Audit:
         self._full = replace(own, threshold=math.inf, lyapunov=math.inf, guaranteed=False)
         self._drawn: dict[Any, _Draw] = {}  # in slots for the first time
         self._line: deque[_Ticket] = deque()
-        self._running: list[_Ticket] = []
+        self._running: dict[_Ticket, Compute] = {}  # and in whose slots
         self._scores: deque[np.ndarray] = deque(maxlen=REMEMBERED)
         self._random = random.Random(options.seed)
         self._lock = threading.RLock()
@@ -144,7 +144,7 @@ class Audit:
         key = outcome.job.key
         with self._lock:
             if isinstance(key, _Ticket):
-                self._running.remove(key)
+                del self._running[key]
                 self._record(key.draw, key.steps, key.answer, outcome, key.finite)
                 return None
             draw = self._drawn.pop(key, None)
@@ -159,33 +159,36 @@ class Audit:
                 self._line.append(_Ticket(draw, outcome.parked, outcome.steps, answer, finite))
         return replace(outcome, job=draw.job, trace=outcome.trace if draw.job.trace else (), parked=None)
 
-    def resume(self) -> None:
+    def running(self, core: Compute) -> int:
+        """How many images are being continued in the slots of `core`."""
+        return sum(own is core for own in list(self._running.values()))
+
+    def resume(self, core: Compute) -> None:
         """Continue images in slots that are free after everybody who waits has been admitted.
 
         A quarter of the slots at most, and where a run cannot be interrupted, only while nobody is in it.
         """
-        most = max(1, self.core.capacity // 4) if self.core.anytime else int(not self.core.active)
+        most = max(1, core.capacity // 4) if core.anytime else int(not core.active)
         with self._lock:
-            while self.waiting and self.core.free and len(self._running) < most:
+            while self.waiting and core.free and self.running(core) < most:
                 ticket = self._line.popleft()
-                self._running.append(ticket)
-                self.core.resume(ticket.parked, Job(ticket, self._full, trace=self.core.anytime))
+                self._running[ticket] = core
+                core.resume(ticket.parked, Job(ticket, self._full, trace=core.anytime))
 
-    def make_room(self, wanted: int) -> None:
+    def make_room(self, core: Compute, wanted: int) -> None:
         """Free up to `wanted` slots that continued images are in; those begin again from where they were parked."""
         with self._lock:
-            for ticket in self._running[::-1][: max(0, wanted)]:
-                self.core.cancel(ticket)
-                self._running.remove(ticket)
+            here = [ticket for ticket, own in self._running.items() if own is core]
+            for ticket in here[::-1][: max(0, wanted)]:
+                core.cancel(ticket)
+                del self._running[ticket]
                 self._line.appendleft(ticket)
 
     def forget(self, key: Any, reason: str = "cancelled") -> None:
         """An image has left its slot without an outcome."""
         with self._lock:
-            if isinstance(key, _Ticket) and key in self._running:
-                self._running.remove(key)
-                self.dropped[reason] += 1
-            elif self._drawn.pop(key, None) is not None:
+            known: dict[Any, Any] = self._running if isinstance(key, _Ticket) else self._drawn
+            if known.pop(key, None) is not None:
                 self.dropped[reason] += 1
 
     def stop(self) -> None:

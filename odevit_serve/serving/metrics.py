@@ -68,7 +68,7 @@ class _EngineCounts:
         yield _gauge("odevit_queue_waiting", "Places of the queue that are taken.", engine.waiting)
         yield _gauge("odevit_queue_capacity", "Places of the queue.", engine.queue)
         yield _gauge("odevit_slots_active", "Images in slots.", engine.active)
-        yield _gauge("odevit_slots_capacity", "Slots for images.", engine.core.capacity)
+        yield _gauge("odevit_slots_capacity", "Slots for images.", engine.capacity)
         yield _counter("odevit_images_accepted", "Images accepted.", stats.accepted)
         yield _counter("odevit_images_answered", "Images answered.", stats.answered)
         yield _counter("odevit_images_cancelled", "Images whose client went away.", stats.cancelled)
@@ -84,7 +84,7 @@ class _EngineCounts:
         full = engine.model.config.integration.steps
         yield _counts("odevit_depth_steps", "Steps an image has taken.", depths, range(1, full + 1))
         sizes = {rows: count for rows, count in enumerate(stats.batches) if rows}
-        ends = sorted({min(2**n, engine.core.capacity) for n in range(12)})
+        ends = sorted({min(2**n, engine.capacity) for n in range(12)})
         yield _counts("odevit_batch_size", "Images advanced by one step together.", sizes, ends)
         yield _durations("odevit_queue_seconds", "From acceptance to a slot, decoding included.", stats.queued)
         yield _durations("odevit_compute_seconds", "From a slot to the answer.", stats.computed)

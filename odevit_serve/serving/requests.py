@@ -116,6 +116,7 @@ class Request:
     context: Any = None  # of the caller's trace
     lowered_to: int | None = None
     settled: bool = False
+    holder: Any = None  # in whose slots it is (`pending.Holder`)
     interruptible: bool = False  # in a slot from which the deadline gets the best answer so far
 
     @property

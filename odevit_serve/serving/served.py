@@ -36,7 +36,7 @@ class Asleep:
     """What can be told of a model whose engine is not in memory, in the engine's words."""
 
     model: Any
-    core: Any
+    capacity: int
     queue: int
     overload: str
     limits: Any
@@ -52,8 +52,7 @@ class Asleep:
     @classmethod
     def of(cls, engine: Engine) -> Asleep:
         model = SimpleNamespace(config=engine.model.config, labels=engine.model.labels, path=engine.model.path)
-        core = SimpleNamespace(capacity=engine.core.capacity)
-        return cls(model, core, engine.queue, engine.overload, engine.limits)
+        return cls(model, engine.capacity, engine.queue, engine.overload, engine.limits)
 
 
 class Served:

@@ -1,4 +1,4 @@
-"""Engines of several models on one set of threads: one computes at a time, and each gets its share of the time.
+"""Threads of several models on one set of cores: so many compute at once, and each model gets its share of the time.
 
 `Shares` decides who is next and has no threads; `Turns` lets the engines' threads wait for it.
 """
@@ -10,20 +10,42 @@ import time
 from collections.abc import Callable
 
 
-class Member:
-    """One engine among those that share the threads."""
+class Account:
+    """What one model has computed."""
 
-    def __init__(self, turns: Turns | None = None) -> None:
-        self.used = 0.0  # seconds of computing, on a scale that only those who want to compute share
+    def __init__(self) -> None:
+        self.used = 0.0  # seconds, on a scale that only those who want to compute share
         self.last = 0.0  # seconds of the latest turn
+
+
+class Member:
+    """One thread of a model among those that share the cores. `background` says whether nobody waits for its work."""
+
+    def __init__(
+        self,
+        turns: Turns | None = None,
+        account: Account | None = None,
+        background: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.account = account or Account()
+        self.background = background
         self._turns = turns
         self._granted = threading.Event()
         self._began = 0.0
+
+    @property
+    def used(self) -> float:
+        return self.account.used
 
     def take(self) -> None:
         """Wait for the turn; at once when it was kept."""
         if self._turns is not None:
             self._turns.take(self)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else computes or wants to."""
+        return self._turns is None or self._turns.alone
 
     def give(self, more: bool) -> None:
         """The end of a turn; with `more` work to do the turn is kept unless somebody else has computed less."""
@@ -37,83 +59,90 @@ class Member:
 
 
 class Shares:
-    """Whose turn it is: that of the member that has computed least, of those that want to.
+    """Whose turn it is: of the members that want to compute, those whose models have computed least.
 
-    Of members that always want to compute, the times of two differ by no more than the longest turn. One that comes
-    back has no credit for the time it was away; a debt of at most its own latest turn is remembered, so that it waits
-    for a turn of each other and, of each, as long again as that debt.
+    `at_once` members compute at a time. Of models that always have a member waiting, the times differ by no more than
+    `at_once` times the longest turn. One that comes back has no credit for the time it was away; a debt of at most its
+    own latest turn is remembered. Background work is chosen when nobody else wants to compute.
     """
 
-    def __init__(self) -> None:
-        self.owner: Member | None = None
+    def __init__(self, at_once: int = 1) -> None:
+        self.at_once = at_once
+        self.owners: list[Member] = []
         self.waiting: list[Member] = []
 
-    def ask(self, member: Member) -> None:
-        """Join those that want to compute."""
-        others = [*self.waiting, *([self.owner] if self.owner is not None else [])]
-        if others:
-            least = min(other.used for other in others)
-            member.used = min(max(member.used, least), least + member.last)
+    def ask(self, member: Member) -> list[Member]:
+        """Join those that want to compute; gives those whose turn begins."""
+        others = {id(other.account): other.account for other in (*self.waiting, *self.owners)}
+        account = member.account
+        if others and id(account) not in others:
+            least = min(other.used for other in others.values())
+            account.used = min(max(account.used, least), least + account.last)
         self.waiting.append(member)
-        self._choose()
+        return self._choose()
 
-    def end(self, seconds: float, more: bool) -> None:
-        """The owner's turn took so long; with `more` it wants another."""
-        assert self.owner is not None
-        member, self.owner = self.owner, None
-        member.used += seconds
-        member.last = seconds
+    def end(self, member: Member, seconds: float, more: bool) -> list[Member]:
+        """An owner's turn took so long; with `more` it wants another."""
+        self.owners.remove(member)
+        member.account.used += seconds
+        member.account.last = seconds
         if more:
             self.waiting.insert(0, member)  # of two that have computed alike, it need not hand over
-        self._choose()
+        return self._choose()
 
-    def drop(self) -> None:
-        """The owner wants no other turn after all."""
-        self.owner = None
-        self._choose()
+    def drop(self, member: Member) -> list[Member]:
+        """A member wants no turn after all."""
+        (self.owners if member in self.owners else self.waiting).remove(member)
+        return self._choose()
 
-    def _choose(self) -> None:
-        if self.owner is None and self.waiting:
-            self.owner = min(self.waiting, key=lambda member: member.used)
-            self.waiting.remove(self.owner)
+    def _choose(self) -> list[Member]:
+        chosen = []
+        while self.waiting and len(self.owners) < self.at_once:
+            member = min(self.waiting, key=lambda member: (member.background(), member.used))
+            self.waiting.remove(member)
+            self.owners.append(member)
+            chosen.append(member)
+        return chosen
 
 
 class Turns:
     """The same for threads."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._shares, self._clock, self._lock = Shares(), clock, threading.Lock()
+    def __init__(self, at_once: int = 1, clock: Callable[[], float] = time.monotonic):
+        self._shares, self._clock, self._lock = Shares(at_once), clock, threading.Lock()
 
-    def join(self) -> Member:
-        return Member(self)
+    @property
+    def at_once(self) -> int:
+        return self._shares.at_once
+
+    @property
+    def alone(self) -> bool:
+        return len(self._shares.owners) + len(self._shares.waiting) <= 1
+
+    def join(self, account: Account, background: Callable[[], bool] = lambda: False) -> Member:
+        return Member(self, account, background)
 
     def take(self, member: Member) -> None:
         with self._lock:
-            if self._shares.owner is not member:
+            if member not in self._shares.owners and member not in self._shares.waiting:
+                self._grant(self._shares.ask(member))
+            mine = member in self._shares.owners
+            if not mine:
                 member._granted.clear()
-                if member not in self._shares.waiting:
-                    self._shares.ask(member)
-            mine = self._shares.owner is member
         if not mine:
             member._granted.wait()
         member._began = self._clock()
 
     def give(self, member: Member, more: bool) -> None:
         with self._lock:
-            if self._shares.owner is member:
-                member._granted.clear()
-                self._shares.end(self._clock() - member._began, more)
-                self._wake(member)
+            if member in self._shares.owners:
+                self._grant(self._shares.end(member, self._clock() - member._began, more))
 
     def leave(self, member: Member) -> None:
         with self._lock:
-            if self._shares.owner is member:
-                self._shares.drop()
-                self._wake(member)
-            elif member in self._shares.waiting:
-                self._shares.waiting.remove(member)
+            if member in self._shares.owners or member in self._shares.waiting:
+                self._grant(self._shares.drop(member))
 
-    def _wake(self, member: Member) -> None:
-        owner = self._shares.owner
-        if owner is not None and owner is not member:
-            owner._granted.set()
+    def _grant(self, chosen: list[Member]) -> None:
+        for member in chosen:
+            member._granted.set()

@@ -15,6 +15,7 @@ from odevit_serve.benchmark.load import Load
 from odevit_serve.benchmark.serve import (
     BY_LITSERVE,
     SYSTEMS,
+    WAYS,
     SynchronousSlots,
     audit_cost,
     compare,
@@ -63,7 +64,7 @@ def test_a_synchronous_engine_goes_on(model: BundleModel) -> None:
 
 
 def test_the_sums() -> None:
-    load = Load(2, 2.0, [0.1 * (i + 1) for i in range(100)], steps=[3, 5])
+    load = Load(2, seconds=2.0, latencies=[0.1 * (i + 1) for i in range(100)], steps=[3, 5])
     load.statuses.update({200: 100, 429: 3})
     load.lost = 1
     summary = load.summary()
@@ -102,10 +103,14 @@ def test_all_are_compared(tiny_bundle: Path, tmp_path: Path) -> None:
     systems = [name for name in SYSTEMS if name != "audited"]  # a random model has no guarantee
     if not importlib.util.find_spec("litserve"):
         systems = [name for name in systems if name not in BY_LITSERVE]
-    result = compare(tiny_bundle, unrolled, some_pictures(20, 16), [1, 4], 0.5, 1, 1, systems)
-    assert [row["system"] for row in result["rows"]] == 2 * systems
+    result = compare(tiny_bundle, unrolled, some_pictures(20, 16), [1, 32], 0.5, 1, 1, systems)
+    first = [name for name in systems if WAYS.get(name, 1) == 1]
+    assert [row["system"] for row in result["rows"]] == [*first, *systems]
     assert all(row["images"] > 0 and row["errors"] == 0 for row in result["rows"])
-    assert set(result["ratios"]["4"]) == set(systems[1:])
+    assert set(result["ratios"]["32"]) == set(systems[1:])
+    assert set(result["of_in_process"]["32"]) == {"continuous", *WAYS}
+    depths = {row["system"]: row["mean_depth"] for row in result["rows"] if row["clients"] == 32}
+    assert depths["grpc"] == pytest.approx(depths["in-process"], abs=1.5)  # read from another kind of answer
     assert result["audit"] == {}
     assert all(row["cpu_ms"] > 0 for row in result["rows"])
     assert {row["mean_depth"] for row in result["rows"] if row["system"] == "cnn"} <= {None}

@@ -17,7 +17,7 @@ from odevit_serve import bundle
 from odevit_serve.errors import UsageError
 from odevit_serve.runtime import exits
 from odevit_serve.runtime.exits import Depth, ExitReason
-from odevit_serve.runtime.sessions import Graphs
+from odevit_serve.runtime.sessions import Graphs, Sessions
 from odevit_serve.runtime.slots import Job, Outcome, Slots
 
 IMAGES = np.random.default_rng(5).normal(size=(24, 3, 16, 16)).astype(np.float32)
@@ -135,8 +135,7 @@ class Counting:
 def test_compaction_is_real(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that the step graph computes are the steps that the images took, and not one more."""
     step, stem = Counting(graphs.step), Counting(graphs.stem)
-    monkeypatch.setattr(graphs, "step", step)
-    monkeypatch.setattr(graphs, "stem", stem)
+    monkeypatch.setattr(graphs, "sessions", Sessions(stem, step))
     got = run(graphs, [(i, exits.resolve(graphs.config)) for i in range(24)], 9)
     total = sum(outcome.steps for outcome in got.values())
     assert step.rows == total

@@ -79,7 +79,7 @@ def settled(engine: Engine) -> None:
     while (engine.pending or engine.active or engine.waiting) and time.monotonic() < limit:
         time.sleep(0.005)
     stats = engine.stats
-    assert (engine.pending, engine.active, engine.waiting, len(engine._line)) == (0, 0, 0, 0)
+    assert (engine.pending, engine.active, engine.waiting, len(engine._pending.line)) == (0, 0, 0, 0)
     assert stats.accepted == stats.answered + stats.cancelled + sum(stats.failed.values())
 
 
@@ -220,7 +220,7 @@ def test_bulk_is_served_while_interactive_keeps_coming(make: Callable[..., Engin
             future = engine.submit(pictures[i], priority=kind, max_steps=1)
             future.add_done_callback(lambda _, k=kind: ended.append(k))
             futures.append(future)
-    while len(engine._line) < 40:
+    while len(engine._pending.line) < 40:
         time.sleep(0.001)
     engine.core.gate.set()  # type: ignore[union-attr]
     assert not wait(futures, 20).not_done
@@ -391,8 +391,8 @@ def test_ready_only_after_warm_up(make: Callable[..., Engine], pictures: np.ndar
     with pytest.raises(Unavailable, match="warming up"):
         engine.submit(pictures[0])
     engine.core.gate.set()  # type: ignore[union-attr]
-    with engine._wake:
-        engine._wake.wait_for(lambda: engine.ready, 10)
+    with engine._pending.lock:
+        engine._pending.change.wait_for(lambda: engine.ready, 10)
     assert engine.core.seen == [8, 4, 2, 1]  # type: ignore[union-attr]
     assert engine.submit(pictures[0]).result(10)
 
@@ -439,7 +439,7 @@ def test_requests_with_different_settings_share_a_batch(make: Callable[..., Engi
     ]
     engine.core.gate.clear()  # type: ignore[union-attr]
     futures = [engine.submit(pictures[0], RequestOptions(), **one) for one in asked]
-    while len(engine._line) + engine.active < 4:
+    while len(engine._pending.line) + engine.active < 4:
         time.sleep(0.001)
     engine.core.gate.set()  # type: ignore[union-attr]
     steps = [f.result(10).prediction.steps for f in futures]
@@ -524,26 +524,28 @@ def test_many_threads_at_once(make: Callable[..., Engine], pictures: np.ndarray,
 
 
 def test_a_cancellation_on_the_way_from_the_queue_to_a_slot_fails_nobody_else(
-    model: BundleModel, pictures: np.ndarray, alone: list
+    model: BundleModel, pictures: np.ndarray, alone: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cancels(Engine[BundleModel]):
-        """One of those that were taken from the queue is cancelled before they are admitted."""
+    victims: list[Any] = []
+    with Engine(model, core=SlowSlots(model.graphs, 4)) as engine:
+        pending, take = engine._pending, engine._pending.take
 
-        def _admit(self, requests: list[Any]) -> None:
-            for request in requests:
+        def cancels(*arguments: Any) -> Any:
+            """One of those that were taken from the queue is cancelled before they are admitted."""
+            taken = take(*arguments)
+            for request in taken[0]:
                 if request.future in victims:
                     assert request.future.cancel()
-            super()._admit(requests)
+            return taken
 
-    victims: list[Any] = []
-    with Cancels(model, core=SlowSlots(model.graphs, 4)) as engine:
+        monkeypatch.setattr(pending, "take", cancels)
         engine.core.gate.clear()  # type: ignore[attr-defined]
         first = engine.submit(pictures[0])
         while not engine.active:
             time.sleep(0.001)
         futures = engine.submit_many(pictures[1:4])
         victims.append(futures[1])
-        while len(engine._line) < 3:
+        while len(engine._pending.line) < 3:
             time.sleep(0.001)
         engine.core.gate.set()  # type: ignore[attr-defined]
         answers = [future.result(10).prediction for future in (first, futures[0], futures[2])]
@@ -616,3 +618,65 @@ def test_maps_do_not_wait_for_decoders(
     assert wanted.result(10).attention
     release.set()
     assert all(future.result(10) for future in slow)
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_bundle: Path) -> BundleModel:
+    """The same model for three threads that compute at once."""
+    loaded = odevit_serve.load(tiny_bundle, threads=3)
+    assert isinstance(loaded, BundleModel)
+    return loaded
+
+
+def test_several_threads_share_the_slots_and_give_the_same_answers(
+    wide: BundleModel, pictures: np.ndarray, alone: list
+) -> None:
+    with Engine(wide, slots=8, queue=300) as engine:
+        assert [worker.core.capacity for worker in engine._workers.all] == [3, 3, 2]
+        assert engine.capacity == 8
+        futures = [engine.submit(pictures[i % 24], priority="bulk" if i % 3 else "interactive") for i in range(240)]
+        for i in range(0, 240, 7):
+            futures[i].cancel()
+        for i, future in enumerate(futures):
+            if not future.cancelled():
+                prediction = future.result(60).prediction
+                assert (prediction.label, prediction.steps) == alone[i % 24]
+        settled(engine)
+        assert sum(rows * count for rows, count in enumerate(engine.stats.batches)) >= engine.stats.answered
+
+
+def test_a_step_that_raises_fails_one_thread_only(
+    wide: BundleModel, pictures: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(wide, slots=6) as engine:
+        first, *others = (worker.core for worker in engine._workers.all)
+        gate = threading.Event()
+
+        def explode() -> Any:
+            raise RuntimeError("the graph exploded")
+
+        monkeypatch.setattr(first, "step", explode)
+        for core in others:
+            monkeypatch.setattr(core, "step", lambda own=core.step: gate.wait(20) and own())
+        futures = engine.submit_many(pictures[:6], adaptive=False)
+        while not any(future.done() for future in futures):
+            time.sleep(0.001)
+        gate.set()
+        failed = [future for future in futures if future.exception(20) is not None]
+        assert len(failed) >= 1
+        assert all(isinstance(future.exception(), StepFailed) for future in failed)
+        settled(engine)
+        assert engine.ready
+
+
+def test_a_thread_has_all_of_onnxruntimes_threads_only_while_it_is_alone(
+    wide: BundleModel, pictures: np.ndarray
+) -> None:
+    with Engine(wide, slots=6) as engine:
+        cores: list[Any] = [worker.core for worker in engine._workers.all]
+        narrow = {id(core._sessions[False].step) for core in cores}
+        assert len(narrow) == 1
+        assert id(wide.graphs.step) not in narrow
+        assert engine.submit(pictures[0]).result(20)
+        assert sum(core.alone for core in cores) >= 1
+        settled(engine)

@@ -23,10 +23,10 @@ import psutil
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from servers import Process, SlowSlots, nothing_left, png, running, until
+from servers import Process, SlowSlots, ask, nothing_left, png, running, until
 
 import odevit_serve
-from odevit_serve.benchmark.load import Load, ask, generate
+from odevit_serve.benchmark.load import Load, generate
 from odevit_serve.runtime.model import BundleModel
 from odevit_serve.serving.engine import Engine
 from odevit_serve.serving.http.middleware import Options

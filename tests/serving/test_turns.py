@@ -13,24 +13,37 @@ import odevit_serve
 from odevit_serve.runtime.model import BundleModel
 from odevit_serve.serving.decoders import Decoders
 from odevit_serve.serving.engine import Engine
-from odevit_serve.serving.turns import Member, Shares, Turns
+from odevit_serve.serving.turns import Account, Member, Shares, Turns
 
 lengths = st.lists(st.floats(0.001, 1.0), min_size=2, max_size=5)
 
 
-@given(lengths, st.integers(1, 200))
-def test_those_who_always_want_to_compute_get_the_same_time(turns: list[float], rounds: int) -> None:
-    shares, members = Shares(), [Member() for _ in turns]
-    for member in members:
+def advance(shares: Shares, ends: dict[Member, float], turns: dict[Member, float], now: float) -> tuple[float, Member]:
+    """The owner whose turn ends first ends it, and wants another."""
+    for member in shares.owners:
+        ends.setdefault(member, now + turns[member])
+    member = min(shares.owners, key=lambda own: ends[own])
+    now = ends.pop(member)
+    shares.end(member, turns[member], more=True)
+    return now, member
+
+
+@given(lengths, st.integers(1, 3), st.integers(1, 200))
+def test_models_that_always_want_to_compute_get_the_same_time(lengths: list[float], at_once: int, rounds: int) -> None:
+    shares, accounts = Shares(at_once), [Account() for _ in lengths]
+    turns: dict[Member, float] = {}
+    for length, account in zip(lengths, accounts):
+        for _ in range(at_once + 1):  # so that one of them always waits
+            turns[Member(account=account)] = length
+    for member in turns:
         shares.ask(member)
-    spent = dict.fromkeys(members, 0.0)
+    ends: dict[Member, float] = {}
+    now, spent = 0.0, dict.fromkeys(accounts, 0.0)
     for _ in range(rounds):
-        owner = shares.owner
-        assert owner is not None
-        seconds = turns[members.index(owner)]
-        spent[owner] += seconds
-        shares.end(seconds, more=True)
-    assert max(spent.values()) - min(spent.values()) <= max(turns) + 1e-9
+        assert len(shares.owners) == at_once
+        now, member = advance(shares, ends, turns, now)
+        spent[member.account] += turns[member]
+    assert max(spent.values()) - min(spent.values()) <= at_once * max(lengths) + 1e-9
 
 
 @given(lengths, st.floats(0.0, 1e4), st.floats(0.0, 1e4))
@@ -38,18 +51,35 @@ def test_one_that_comes_back_waits_for_a_turn_of_each_and_its_own_last(
     turns: list[float], away: float, before: float
 ) -> None:
     shares, busy, late = Shares(), [Member() for _ in turns[1:]], Member()
-    late.used, late.last = before, min(before, turns[0])
+    late.account.used, late.account.last = before, min(before, turns[0])
     for member in busy:
-        member.used = away
+        member.account.used = away
         shares.ask(member)
     shares.ask(late)
     waited = 0.0
-    while shares.owner is not late:
-        assert shares.owner is not None
-        seconds = turns[1 + busy.index(shares.owner)]
+    while shares.owners != [late]:
+        (owner,) = shares.owners
+        seconds = turns[1 + busy.index(owner)]
         waited += seconds
-        shares.end(seconds, more=True)
-    assert waited <= sum(turns[1:]) + len(busy) * late.last + 1e-6
+        shares.end(owner, seconds, more=True)
+    assert waited <= sum(turns[1:]) + len(busy) * late.account.last + 1e-6
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=30), st.floats(0.0, 10.0))
+def test_background_work_waits_until_nobody_else_wants_to_compute(wants: list[bool], used: float) -> None:
+    """An answered image that is followed to full depth takes no turn that the request of another model could use."""
+    shares, busy, audits = Shares(), Member(), Member(background=lambda: True)
+    busy.account.used = used  # has computed more, and is chosen all the same
+    shares.ask(busy)
+    shares.ask(audits)
+    for more in wants:
+        if busy not in shares.owners:
+            shares.ask(busy)
+            assert shares.owners == [audits]  # a turn that was begun is finished
+            shares.end(audits, 0.1, more=True)
+        assert shares.owners == [busy]
+        shares.end(busy, 1.0, more)
+    assert shares.owners == ([busy] if wants[-1] else [audits])
 
 
 @given(st.lists(st.integers(0, 2), max_size=60))

@@ -266,7 +266,7 @@ def describe(engine: Engine, options: Options) -> dict[str, Any]:
         "limits": {
             "max_body": options.max_body,
             "max_images": options.max_images,
-            "slots": engine.core.capacity,
+            "slots": engine.capacity,
             "queue": engine.queue,
             "overload": engine.overload,
             "rules": None if limits.rules is None else list(limits.rules),
