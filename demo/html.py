@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from html import escape
 
 import numpy as np
 from PIL import Image
 
 from .. import costs
+from ..bundle import Config
 from ..errors import UserError
+from ..model_card import accuracy_at
 from ..runtime import exits
 from ..runtime.drawing import HEAT
 from ..runtime.dynamics import Floats
@@ -28,6 +31,14 @@ def sentence(run: Inspection) -> str:
         return f"Integrated to the horizon, {place}."
     words, _, why = run.sentence.partition(": ")
     return f"{words[:1].upper()}{words[1:]} at {place}: {why}."
+
+
+def accuracy(config: Config, choice: Choice) -> str:
+    """What was measured of another number of steps or solver than the bundle's own, where anything was."""
+    own = config.integration
+    asked = replace(own, steps=choice.steps or own.steps, solver=choice.solver or own.solver)
+    words = "" if asked == own else accuracy_at(config, asked)[0]
+    return f" {words[:1].upper()}{words[1:]}." if words else ""
 
 
 def guarantee(model: BundleModel, choice: Choice) -> str:
@@ -85,7 +96,7 @@ def _amount(macs: float) -> str:
 def answer(run: Inspection) -> str:
     """Answer, depth and cost."""
     bars = "".join(
-        f'<div class="top"><span class="name">{escape(label)}</span>'
+        f'<div class="top"><span class="name" title="{escape(label)}">{escape(label)}</span>'
         f'<span class="track"><i style="width:{100 * p:.1f}%"></i></span>'
         f'<span class="share">{p:.1%}</span></div>'
         for label, p in run.top()

@@ -324,7 +324,7 @@ class Page:
             _threshold(rule, threshold_range(config, rule, steps)),
             {"maximum": steps, "value": steps},
             {"choices": list(SOLVERS), "value": config.integration.solver},
-            {"maximum": 3 * steps, "value": steps},
+            {"maximum": max([3 * steps, *_measured(config)]), "value": steps},
         )
 
     def for_model(self, model: str) -> list[Any]:
@@ -337,7 +337,13 @@ class Page:
         return gr.update(maximum=int(steps), value=int(steps))
 
     def words(self, model: str, *settings: Any) -> str:
-        return cards.guarantee(self.models.engine(model).model, self.choice(model, *settings))
+        own, choice = self.models.engine(model).model, self.choice(model, *settings)
+        return cards.guarantee(own, choice) + cards.accuracy(own.config, choice)
+
+
+def _measured(config: bundle.Config) -> list[int]:
+    """The numbers of steps that the card has an accuracy for."""
+    return [int(steps) for steps in config.metrics.get("accuracy_by_steps") or {}]
 
 
 def _threshold(rule: str, bounds: Range) -> dict[str, Any]:

@@ -122,4 +122,5 @@ def _told(name: str) -> Iterator[None]:
             raise UserError(
                 f"the Hub has no model {repository!r}, or you may not read it (try: hf auth login)"
             ) from None
-        raise UserError(f"the Hub could not be used for {repository!r}: {text[0] if text else kind}") from None
+        said = " ".join(" ".join(text).split())[:300] or kind
+        raise UserError(f"the Hub could not be used for {repository!r}: {said}") from None

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from huggingface_hub import ModelCard
+from yaml import YAMLError
+
 Files = dict[str, bytes]
 
 
@@ -78,7 +81,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.hub.commit(name, {".gitattributes": b""})
             return self._json(200, {"url": f"{self.hub.address}/{name}", "name": name, "id": name})
         if path == "/api/validate-yaml":
-            self.hub.cards.append(json.loads(body)["content"])
+            self.hub.cards.append(content := json.loads(body)["content"])
+            try:
+                ModelCard(content)  # which reads the metadata by the library's own schema
+            except (ValueError, YAMLError) as error:
+                return self._json(400, {"errors": [{"message": str(error)}], "warnings": []})
             return self._json(200, {"errors": [], "warnings": []})
         found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|preupload|commit|tree)/([^/]+))?(?:/.*)?", path)
         if found:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hub import Hub, fake_hub
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from odevit_serve import bundle
@@ -138,9 +138,12 @@ model = AutoModelForImageClassification.from_pretrained("someone/mine", trust_re
 assert type(model).__module__.startswith("transformers_modules")
 import odevit_serve.train.timm_models
 other = timm.create_model("hf-hub:someone/mine", pretrained=True).eval()
+pinned = timm.create_model("hf-hub:someone/mine@REVISION", pretrained=True).eval()
 pixels = torch.randn(2, 3, 16, 16)
+assert torch.equal(pinned(pixels), other(pixels))
 assert torch.equal(model(pixels).logits, other(pixels))
 """
+    code = code.replace("REVISION", hub.repositories["someone/mine"][-1][0])
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=hub.environment(tmp_path / "b")
     )
@@ -155,6 +158,26 @@ def test_the_cards_metadata_is_what_the_library_accepts(license: str) -> None:
     expected = {"apache-2.0": "apache-2.0", "": None}.get(license, "other")
     assert read.data.license == expected
     assert read.data.get("license_name") == (license if expected == "other" else None)
+
+
+@pytest.mark.parametrize("name", bundle.bundled())
+def test_bundled_cards_pass_the_librarys_validation(name: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    read = ModelCard.load(bundle.find(name) / "README.md")
+    read.validate()
+    assert hub.cards == [str(read)]
+    assert (read.data.library_name, read.data.pipeline_tag) == ("odevit-serve", "image-classification")
+    assert read.data.license
+
+
+def test_a_card_that_the_hub_refuses_is_told_in_one_sentence(hub: Hub, tiny_bundle: Path, tmp_path: Path) -> None:
+    edited = Path(shutil.copytree(tiny_bundle, tmp_path / "mine"))
+    (edited / "README.md").write_text("---\nmodel-index: [{name: x, results: [{}]}]\n---\n# Mine\n")
+    done = run(hub, tmp_path / "home", "push", edited, "someone/mine")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert "the Hub could not be used for 'someone/mine': Invalid metadata in README.md" in done.stderr
+    assert len(hub.repositories["someone/mine"]) == 1  # nothing was committed
 
 
 def test_names() -> None:
