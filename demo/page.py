@@ -195,7 +195,7 @@ class Page:
         for part in (settings[:half], settings[half:]):
             try:
                 run = self.run(picture, *part)
-                extra = plots.travel(run) + plots.probabilities(run)
+                extra = plots.decision(run) + plots.probabilities(run)
                 found.append(f'{cards.answer(run)}<div class="plots">{extra}</div>')
             except UserError as error:
                 found.append(cards.message(str(error)))
