@@ -232,7 +232,7 @@ def _between(runs: list[dict[str, Any]], others: list[dict[str, Any]], key: str)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Messages:
     """What the clients of a system send."""
 
     bodies: Sequence[bytes]
@@ -242,12 +242,12 @@ class Asked:
     images: int = 1
 
 
-def _asked(system: str, model: Path, pictures: Sequence[bytes]) -> Asked:
+def _asked(system: str, model: Path, pictures: Sequence[bytes]) -> Messages:
     if system in BY_LITSERVE:
         bodies = [json.dumps({"image": base64.b64encode(picture).decode()}).encode() for picture in pictures]
-        return Asked(bodies, "/predict", "application/json")
+        return Messages(bodies, "/predict", "application/json")
     if system == "many":
-        return Asked([_form(some) for some in _several(pictures)], kind=f"multipart/form-data; boundary={BOUNDARY}",
+        return Messages([_form(some) for some in _several(pictures)], kind=f"multipart/form-data; boundary={BOUNDARY}",
                      images=MANY)  # fmt: skip
     if system == "tensors":
         config = bundle.read_config(model)
@@ -259,8 +259,8 @@ def _asked(system: str, model: Path, pictures: Sequence[bytes]) -> Asked:
         head = json.dumps({"inputs": [given]}).encode()
         length = f"Inference-Header-Content-Length: {len(head)}\r\n"
         path = f"/v2/models/{config.name}/infer"
-        return Asked([head + blob for blob in blobs], path, headers=length, images=MANY)
-    return Asked(pictures)
+        return Messages([head + blob for blob in blobs], path, headers=length, images=MANY)
+    return Messages(pictures)
 
 
 def _several(items: Sequence[T], count: int = 8) -> list[list[T]]:
@@ -273,7 +273,7 @@ def _form(pictures: Sequence[bytes]) -> bytes:
     return b"".join(head + picture + b"\r\n" for picture in pictures) + f"--{BOUNDARY}--\r\n".encode()
 
 
-def _load(server: tuple[str, int], system: str, asked: Asked, clients: int, seconds: float) -> dict[str, Any]:
+def _load(server: tuple[str, int], system: str, asked: Messages, clients: int, seconds: float) -> dict[str, Any]:
     address, session = server
     own = dict(vars(asked))
     at_once = clients if asked.images == 1 else max(1, clients // 16)
