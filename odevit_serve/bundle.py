@@ -20,7 +20,7 @@ from typing import Any
 from .costs import macs
 from .errors import UsageError, UserError
 from .files import atomic
-from .schema import build
+from .schema import build, shown
 from .solvers import SOLVERS, SPLITTINGS
 
 SCHEMA_VERSION = 2
@@ -35,11 +35,12 @@ METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .on
 
 ATTENTIONS = ("dot", "l2")
 STEMS = ("patch", "convolutions", "deep")
+LARGEST = 2**24  # of any size of an architecture: products of some of them stay within what floats and arrays can hold
 
 
 def _choice(value: str, known: typing.Iterable[str], what: str) -> None:
     if value not in known:
-        raise UsageError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        raise UsageError(f"unknown {what} {shown(value)}: choose one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -61,22 +62,21 @@ class Architecture:
 
     def __post_init__(self) -> None:
         for name in ("image_size", "patch_size", "width", "heads", "classes", "channels"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise UsageError(f"{name} must be from 1 to {LARGEST:,}, not {shown(getattr(self, name))}")
+        for name in ("mlp_ratio", "registers", "convolution", "stem_width"):
+            if not 0 <= getattr(self, name) <= LARGEST:
+                raise UsageError(f"{name} must be from 0 to {LARGEST:,}, not {shown(getattr(self, name))}")
         if self.width % self.heads:
             raise UsageError(f"width {self.width} is not divisible by {self.heads} heads")
         if self.image_size % self.patch_size:
             raise UsageError(f"image size {self.image_size} is not divisible by patch size {self.patch_size}")
         if self.hidden < 1:
             raise UsageError(f"mlp_ratio {self.mlp_ratio} of width {self.width} leaves no hidden unit")
-        if self.registers < 0:
-            raise UsageError(f"registers must be 0 or more, not {self.registers}")
-        if (self.convolution and self.convolution % 2 == 0) or self.convolution < 0:
+        if self.convolution and self.convolution % 2 == 0:
             raise UsageError(f"convolution must be 0 or an odd kernel size, not {self.convolution}")
         _choice(self.attention, ATTENTIONS, "attention")
         _choice(self.stem, STEMS, "stem")
-        if self.stem_width < 0:
-            raise UsageError(f"stem_width must be 0 or more, not {self.stem_width}")
         if self.stem != "patch" and (self.patch_size < 2 or self.patch_size & (self.patch_size - 1)):
             raise UsageError(
                 f"a stem of convolutions halves the picture: patch_size {self.patch_size} is no power of 2"
@@ -319,19 +319,19 @@ class Config:
     def from_json(cls, text: str, source: str = CONFIG) -> Config:
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter: lists within lists without end
             raise UserError(f"{source} is not valid JSON ({error})") from None
         if not isinstance(data, dict):
             raise UserError(f"{source} does not hold a JSON object")
         if "schema_version" not in data:
             kind = data.get("model_type") or data.get("architecture")
-            named = f" but of a {kind!r}" if isinstance(kind, str) and kind != MODEL_TYPE else ""
+            named = f" but of a {shown(kind)}" if isinstance(kind, str) and kind != MODEL_TYPE else ""
             raise UserError(f"{source} is not the configuration of an ODE-ViT{named}: it has no schema_version")
         version = data.get("schema_version")
         if version != SCHEMA_VERSION:
             raise UserError(
-                f"{source} is of schema version {version!r}, and this version reads {SCHEMA_VERSION}: make it again "
-                "with odevit-serve train (a bundle) or odevit-serve export (a file)"
+                f"{source} is of schema version {shown(version)}, and this version reads {SCHEMA_VERSION}: "
+                "make it again with odevit-serve train (a bundle) or odevit-serve export (a file)"
             )
         try:
             config: Config = build(cls, data)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 import types
 import typing
 from typing import Any
 
 from .errors import UsageError
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """A value as a message quotes it: a file from elsewhere may hold anything of any length."""
+    return _short.repr(value)
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:
@@ -19,11 +28,11 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
         return value
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
-            raise UsageError(f"{name} must be an object, not {value!r}")
+            raise UsageError(f"{name} must be an object, not {shown(value)}")
         hints = typing.get_type_hints(kind)
         unknown = sorted(set(value) - set(hints))
         if unknown:
-            raise UsageError(f"{name} has an unknown field {unknown[0]!r}")
+            raise UsageError(f"{name} has an unknown field {shown(unknown[0])}")
         missing = [
             f.name
             for f in dataclasses.fields(kind)
@@ -40,7 +49,7 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
         return build(next(a for a in arguments if a is not type(None)), value, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise UsageError(f"{name} must be a list, not {value!r}")
+            raise UsageError(f"{name} must be a list, not {shown(value)}")
         if arguments[-1] is Ellipsis:
             return tuple(build(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
         if len(arguments) != len(value):
@@ -48,12 +57,12 @@ def build(kind: Any, value: Any, where: str = "") -> Any:
         return tuple(build(a, item, f"{name}[{i}]") for i, (a, item) in enumerate(zip(arguments, value)))
     if origin is dict:
         if not isinstance(value, dict):
-            raise UsageError(f"{name} must be an object, not {value!r}")
-        return {key: build(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+            raise UsageError(f"{name} must be an object, not {shown(value)}")
+        return {key: build(arguments[1], item, f"{name}.{key[:80]}") for key, item in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) < 2**1000 else math.inf
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise UsageError(f"{name} must be of type {kind.__name__}, not {value!r}")
+        raise UsageError(f"{name} must be of type {kind.__name__}, not {shown(value)}")
     if kind is float and not math.isfinite(value):
-        raise UsageError(f"{name} must be finite, not {value!r}")
+        raise UsageError(f"{name} must be finite, not {shown(value)}")
     return value

@@ -81,3 +81,23 @@ def test_other_weights_lose_what_was_measured_of_the_old_ones() -> None:
     assert (bare.exit.calibration, bare.confidence, bare.metrics, bare.division) == (None, None, {}, None)
     assert bare.provenance["started_from"] == config.name
     assert bare.architecture == config.architecture
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "words"),
+    [
+        ('"steps": 12', '"steps": ' + "[" * 3000, "is not valid JSON"),
+        ('"horizon": 12.0', '"horizon": 1' + "0" * 400, "integration.horizon must be finite"),
+        ('"width": 192', '"width": 1' + "0" * 400, "width must be from 1 to"),
+        ('"mlp_ratio": 4.0', '"mlp_ratio": 1e300', "mlp_ratio must be from 0 to"),
+        ('"solver": "euler"', '"solver": "' + "x" * 100_000 + '"', "unknown solver 'xxx"),
+        ('"labels": []', '"labels": {"' + "x" * 100_000 + '": 1}', "labels must be a list"),
+        ('"license"', '"' + "x" * 100_000 + '"', "unknown field 'xxx"),
+    ],
+)
+def test_a_configuration_that_holds_anything_is_refused_in_a_short_sentence(was: str, becomes: str, words: str) -> None:
+    text = Config().to_json()
+    assert was in text
+    with pytest.raises(UserError, match=words) as caught:
+        Config.from_json(text.replace(was, becomes))
+    assert len(str(caught.value)) < 400

@@ -193,6 +193,9 @@ def fit(
             _save(checkpoint, state, objective.net, average, steppers, rates)
         saved = time.monotonic()
 
+    if not checkpoint.exists():
+        machine.wait_for_everyone()  # all have looked whether there is one
+        save()  # before anything is kept: what is kept without a checkpoint beside it counts as finished
     while state.epoch < (plan.stop_after or plan.epochs):
         objective.train()
         set_epoch(data, pictures, state.epoch)

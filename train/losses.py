@@ -75,10 +75,24 @@ def trajectory(rollout: Rollout) -> Tensor:
     missed = []
     for step, layer in rollout.held().items():
         target = rollout.known.cls[layer]
-        spread, middle = torch.std_mean(target, 0)
+        spread, middle = variation(target, (0,))
         read = reads[f"cls{layer}"](rollout.cls[step - 1])
         missed.append(F.mse_loss(read, (target - middle) / spread.clamp_min(1e-6)))
     return torch.stack(missed).mean()
+
+
+def variation(target: Tensor, over: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Standard deviation and mean over the whole batch, of which each of several processes has a part."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return torch.std_mean(target, over)
+
+    def total(values: Tensor) -> Tensor:
+        torch.distributed.all_reduce(values)
+        return values
+
+    count = total(torch.tensor(float(math.prod(target.shape[i] for i in over)), device=target.device))
+    middle = total(target.sum(over)) / count
+    return (total((target - middle).square().sum(over)) / (count - 1)).sqrt(), middle
 
 
 def patches(rollout: Rollout) -> Tensor:
@@ -99,7 +113,7 @@ def hints(rollout: Rollout) -> Tensor:
     count, missed = rollout.student.config.architecture.patches, []
     for step, layer in rollout.schedule.items():
         read = rollout.student.hints[str(layer)](rollout.states[step - 1][:, 1 : 1 + count])
-        spread, middle = torch.std_mean(targets[layer], (0, 1))
+        spread, middle = variation(targets[layer], (0, 1))
         missed.append(F.mse_loss(read, (targets[layer] - middle) / spread.clamp_min(1e-6)))
     return torch.stack(missed).mean()
 

@@ -149,7 +149,7 @@ class Recipe:
     def _changed(self, changes: dict[str, Any], where: str) -> Recipe:
         data = {key: value for key, value in self.to_dict().items() if key != "stages"}
         for section, values in changes.items():
-            if section not in data or not isinstance(values, dict):
+            if not isinstance(data.get(section), dict) or not isinstance(values, dict):
                 raise UsageError(f"{where} has no section {section!r}: it holds changes to the sections of a recipe")
             data[section] = {**data[section], **values}
         recipe: Recipe = build(Recipe, data, where)
@@ -256,7 +256,9 @@ def read_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recip
         except FileNotFoundError:
             known = sorted(p.stem for p in RECIPES.glob("*.toml"))
             raise UserError(f"no recipe {str(path)!r}: shipped are {', '.join(known)}") from None
-        except ValueError as error:  # of either notation, or no text at all
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror or error})") from None
+        except (ValueError, RecursionError) as error:  # of either notation, no text at all, or lists without end
             kind = "JSON" if file.suffix == ".json" else "TOML"
             raise UserError(f"{file} is not valid {kind} ({error})") from None
         if not isinstance(data, dict):
@@ -264,8 +266,9 @@ def read_recipe(path: str | Path | None, overrides: Iterable[str] = ()) -> Recip
     for override in overrides:
         _override(data, override)
     if "losses" not in data:
-        teacher = Teaching(**{k: v for k, v in data.get("teacher", {}).items() if k in ("source", "weights")})
-        data["losses"] = DISTILLED if teacher.used else SCRATCH
+        teacher = data.get("teacher")
+        named = isinstance(teacher, dict) and (teacher.get("source") or teacher.get("weights"))
+        data["losses"] = DISTILLED if named else SCRATCH
     recipe: Recipe = build(Recipe, data, "")
     return recipe
 
@@ -290,6 +293,8 @@ def _override(data: dict[str, Any], text: str) -> None:
         kind = factory if dataclasses.is_dataclass(factory) else None
     for part in sections:
         data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise UsageError(f"{key.strip()!r} cannot be set: {part!r} of the recipe is no section")
     data[name] = value
 
 

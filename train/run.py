@@ -106,6 +106,7 @@ def train_stage(run: Run) -> Path:
     teacher = None
     if recipe.teacher.used:
         teacher = make_teacher(recipe, learning, validation, run.home / "teacher", machine, say)
+    torch.manual_seed(settings.seed)  # again: a teacher that is trained draws numbers, one read from the disk does not
     student = make_student(run, teacher, learning, validation)
     config = student.config
     times = follow(run, student, teacher, learning) if teacher else {}

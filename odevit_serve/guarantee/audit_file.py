@@ -65,6 +65,7 @@ class AuditWriter:
         self._count = 0
         try:
             if path.exists():
+                _end_whole(path)
                 with path.open(encoding="utf-8") as old:
                     self._count = sum(1 for _ in old)
             self._file = self._open("a")
@@ -91,6 +92,13 @@ class AuditWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _end_whole(path: Path) -> None:
+    """Take off a last line that was cut off: a server that was killed while it wrote leaves one."""
+    with path.open("rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True)

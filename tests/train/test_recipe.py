@@ -113,3 +113,26 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
     bad.write_text("a = = b")
     with pytest.raises(UserError, match="not valid TOML"):
         read_recipe(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "words"),
+    [
+        ('{"preset": ' + "[" * 3000, [], "is not valid JSON"),
+        ('{"architecture": null}', ["architecture.width=64"], "'architecture' of the recipe is no section"),
+        ('{"teacher": 3}', [], "teacher must be an object, not 3"),
+        ('{"stages": [{"preset": {"a": 1}}]}', [], "has no section 'preset'"),
+    ],
+)
+def test_a_recipe_that_holds_anything_is_refused_in_a_sentence(
+    text: str, asked: list[str], words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "recipe.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_recipe(file, asked)
+
+
+def test_a_folder_in_place_of_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_recipe(tmp_path)
