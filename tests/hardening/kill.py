@@ -173,9 +173,9 @@ def kill_train(folder: Path, times: int, chance: random.Random) -> dict[str, Any
 
 def _proven(folder: Path) -> Path:
     """A tiny bundle with a guarantee, so that its answers are audited."""
-    taken = shots(400, 0)
-    images = Images([str(i) for i in range(400)], None, (), lambda i: Image.fromarray(taken[i]), in_memory=True)
-    calibrate(tiny_folder(folder / "plain"), images, 0.05, 0.05, "travel", threads=1, output=folder / "proven")
+    taken = shots(600, 0)
+    images = Images([str(i) for i in range(600)], None, (), lambda i: Image.fromarray(taken[i]), in_memory=True)
+    calibrate(tiny_folder(folder / "plain"), images, 0.03, 0.05, "travel", threads=1, output=folder / "proven")
     return folder / "proven"
 
 
