@@ -196,6 +196,7 @@ def kill_serve(folder: Path, times: int, chance: random.Random) -> dict[str, Any
         counted: list[int] = []
         asking = threading.Thread(target=_ask, args=(address, bodies, counted))
         asking.start()
+        until(lambda c=counted, a=asking: c or not a.is_alive(), PATIENCE)  # type: ignore[misc]
         _later(chance, 1.0, child)
         child.kill()  # with a request on its way
         asking.join()

@@ -34,7 +34,7 @@ def test_nothing_is_lost_or_leaked_under_load_of_all_kinds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["train", "serve", "predict"])
+@pytest.mark.parametrize("program", ["serve", "predict"])
 def test_killed_at_random_moments_nothing_is_broken(program: str) -> None:
     """In a process of its own: it forks, which one with threads should not."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "CI": "1"}
