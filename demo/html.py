@@ -65,7 +65,7 @@ def guarantee(model: BundleModel, choice: Choice) -> str:
     if proof is not None:
         words += (
             f" It was calibrated for {config.exit.rule} at {config.exit.threshold:.4g}, "
-            f"{proof.setting.steps} steps of {proof.setting.solver} and no limit on depth."
+            f"{proof.setting.integration} and no limit on depth."
         )
     elif not exits.calibrated(config):
         words += " This bundle has not been calibrated."
@@ -163,7 +163,7 @@ def attention(run: Inspection, step: int, head: str, opacity: float) -> str:
     which = "Mean attention" if number == 0 else f"Attention of head {number}"
     text = f"{which} of CLS after step {step} of {len(maps) - 1}, strongest at the {where}"
     data = base64.b64encode(buffer.getvalue()).decode()
-    when = "start" if step == 0 else f"step {step}, time {step * run.trajectory.step_size:.3g}"
+    when = "start" if step == 0 else f"step {step}, time {run.trajectory.times[step]:.3g}"
     mark = " (exit)" if step == run.steps else ""
     return (
         f'<figure class="map"><img src="data:image/jpeg;base64,{data}" alt="{escape(text)}" data-step="{step}">'

@@ -21,7 +21,7 @@ from ..runtime.model import BundleModel, load_bundle
 from ..serving.engine import Answer, Engine
 from ..solvers import SOLVERS
 from . import html as cards
-from . import plots, trajectory
+from . import plots, trajectory, weights
 from .trajectory import Choice, Inspection
 
 MAX_BATCH = 200  # pictures at once in the third tab
@@ -59,7 +59,7 @@ class Models:
                 raise UsageError(f"no model {name!r} on this page: choose one of {', '.join(self._sources)}")
             if name not in self._engines:
                 model = load_bundle(self._sources[name], self._device, self._threads)
-                self._heads[name] = trajectory.head(model.path)
+                self._heads[name] = weights.head(model.path)
                 self._engines[name] = Engine(model, slots=16, queue=2 * MAX_BATCH).start()
             return self._engines[name]
 

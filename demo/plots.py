@@ -102,8 +102,10 @@ def _span(values: Floats) -> tuple[float, float]:
 
 def trajectory(run: Inspection, head: tuple[Floats, Floats] | None) -> str:
     """All plots of a run."""
-    parts = (probabilities(run), decision(run), speed(run), exponent(run), path(run, head))
-    return f'<div class="plots five">{"".join(parts)}</div>'
+    parts = [probabilities(run), decision(run), speed(run), exponent(run), path(run, head)]
+    if run.trajectory.energy is not None:
+        parts.insert(4, energy(run, run.trajectory.energy))
+    return f'<div class="plots {"five" if len(parts) == 5 else "six"}">{"".join(parts)}</div>'
 
 
 def probabilities(run: Inspection) -> str:
@@ -166,6 +168,18 @@ def exponent(run: Inspection) -> str:
     note += f"{passed:.2f} Lyapunov times have passed."
     series = [Series("exponent", 2, range(1, line.steps + 1), line.exponent)]
     return chart("Exponent toward the boundary", series, line.steps, run.steps, note, note)
+
+
+def energy(run: Inspection, values: Floats) -> str:
+    """The Hopfield energy of CLS in each head; nothing in training asks for it to fall."""
+    line = run.trajectory
+    steps, heads = range(line.steps + 1), values.shape[1]
+    series = [Series(f"head {h + 1}", h, steps, values[:, h]) for h in range(min(4, heads))]
+    falls = int((values[-1] < values[0]).sum())
+    text = f"Hopfield energy of CLS by head: from start to end it falls in {falls} of {heads}"
+    return chart(
+        "Hopfield energy of CLS", series, line.steps, run.steps, text, f"It falls in {falls} of {heads} heads."
+    )
 
 
 def path(run: Inspection, head: tuple[Floats, Floats] | None) -> str:

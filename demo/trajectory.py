@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from ..bundle import WEIGHTS, Config, Integration
+from ..bundle import Config, Integration
 from ..data import images
 from ..errors import UserError
 from ..runtime.dynamics import Floats, softmax
@@ -20,6 +18,7 @@ from ..runtime.exits import Depth, ExitReason
 from ..runtime.model import BundleModel
 from ..runtime.slots import Job, Outcome
 from ..serving.engine import Engine
+from .energy import cls_energy
 
 ROWS = 16  # of a batch that is evaluated at once
 SIDE = 640  # of the picture that is kept to draw on
@@ -48,7 +47,7 @@ class Choice:
 class Trajectory:
     """One image to the full horizon: numbers after each of its N steps, states and maps with the start as well."""
 
-    step_size: float
+    times: Floats  # [N+1]
     logits: Floats  # [N,C]
     margin: Floats  # [N]
     cls_speed: Floats  # [N]
@@ -59,6 +58,7 @@ class Trajectory:
     cls: Floats  # [N+1,D]
     maps: Floats  # [N+1,heads,grid,grid]
     temperature: float = 1.0  # of the probabilities
+    energy: Floats | None = None  # [N+1,heads], of CLS as the state of a Hopfield network; None without weights
 
     @property
     def steps(self) -> int:
@@ -138,7 +138,7 @@ def run(engine: Engine[BundleModel], name: str, source: Any, choice: Choice, lab
         seconds = min(seconds, _follow(other, pixels, depth, plain=True).seconds)
         full = min(full, _follow(other, pixels, whole, plain=True).seconds)
     return Inspection(
-        name, other.config, model.labels, shown, _trajectory(other, outcome, depth.step_size), early.probabilities,
+        name, other.config, model.labels, shown, _trajectory(other, outcome), early.probabilities,
         early.steps, early.exit, early.sentence, depth, other.config.integration.solver, seconds, full, lowered,
         early.unsure,
     )  # fmt: skip
@@ -155,7 +155,7 @@ def _follow(model: BundleModel, pixels: np.ndarray, depth: Depth, plain: bool = 
             return outcome
 
 
-def _trajectory(model: BundleModel, outcome: Outcome, step_size: float) -> Trajectory:
+def _trajectory(model: BundleModel, outcome: Outcome) -> Trajectory:
     states, trace, grid = np.stack(outcome.states), outcome.trace, model.config.architecture.grid
     maps = np.concatenate([model.graphs.maps(states[i : i + ROWS]) for i in range(0, len(states), ROWS)])
     numbers: dict[str, Any] = {
@@ -167,24 +167,6 @@ def _trajectory(model: BundleModel, outcome: Outcome, step_size: float) -> Traje
     maps = maps.reshape(len(states), -1, grid, grid)
     known = model.config.confidence
     temperature = 1.0 if known is None else known.temperature
-    return Trajectory(step_size, logits, **numbers, cls=states[:, 0], maps=maps, temperature=temperature)
-
-
-def head(folder: Path) -> tuple[Floats, Floats] | None:
-    """Weight [C,D] and bias [C] of the linear head, from the weights of the bundle where they are there."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        start = file.tell()
-        found = []
-        for name in ("head.weight", "head.bias"):
-            entry = header.get(name)
-            kind = None if entry is None else {"F16": np.float16, "F32": np.float32}.get(entry["dtype"])
-            if kind is None:
-                return None
-            first, last = entry["data_offsets"]
-            file.seek(start + first)
-            found.append(np.frombuffer(file.read(last - first), kind).reshape(entry["shape"]).astype(np.float32))
-    return found[0], found[1]
+    energy = cls_energy(model.path, model.config.architecture, states)
+    times = np.array([0.0, *(step.time for step in trace)])
+    return Trajectory(times, logits, **numbers, cls=states[:, 0], maps=maps, temperature=temperature, energy=energy)

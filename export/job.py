@@ -32,7 +32,7 @@ from ..runtime.graph_files import write_metadata
 from ..runtime.graphs import Parts
 from ..runtime.sessions import Graphs
 from ..runtime.slots import Job as Image
-from ..runtime.slots import Slots
+from ..runtime.slots import Slots, Step
 from ..solvers import SOLVERS, SPLITTINGS
 from . import checks, formats, install, precision, references
 from .checks import Check
@@ -50,6 +50,7 @@ class Settings:
     horizon: float | None = None
     solver: str | None = None
     splitting: str | None = None
+    tolerance: float | None = None
     precision: str = "fp32"
     calibration: str | None = None
     max_drop: float = 0.5
@@ -110,7 +111,9 @@ class Job:
         if not self.folder.is_dir():
             raise UserError(f"{self.folder} is exported already: give the bundle it was made from")
         self.own = bundle.read_config(self.folder)
-        self.integration = _integration(self.own, settings)
+        self.integration = _integration(self.own, settings, "tolerance" in self.entry.options)
+        if self.integration.tolerance and settings.precision != "fp32":
+            raise UsageError(f"a tolerance goes with --precision fp32, not {settings.precision}: give --tolerance 0")
         self.config = self._config()
         self.name: str = re.sub(r"[^\w.-]+", "-", self.own.name) or "model"
         macs = int(self.integration.macs(self.own.architecture))
@@ -209,7 +212,7 @@ class Job:
     def graphs(self) -> Graphs:
         """The bundle's own parts in onnxruntime, by the solver asked for: what every export is compared with."""
         own = self.integration
-        return Graphs(self.folder, self.own, solver=own.solver, splitting=own.splitting)
+        return Graphs(self.folder, self.own, solver=own.solver, splitting=own.splitting, tolerance=own.tolerance)
 
     @cached_property
     def pictures(self) -> precision.Pictures | None:
@@ -336,10 +339,15 @@ class Job:
         outcomes = [ended[row] for row in range(len(pixels))]
         near = 1e-3 * max(abs(depth.threshold), 1e-6) if not fixed else 0.0
         sure = [
-            fixed
-            or all(
-                abs(s.score - depth.threshold) > near
-                and (np.isinf(depth.lyapunov) or abs(s.lyapunov_times / depth.lyapunov - 1) > 1e-3)
+            all(
+                (
+                    fixed
+                    or (
+                        abs(s.score - depth.threshold) > near
+                        and (np.isinf(depth.lyapunov) or abs(s.lyapunov_times / depth.lyapunov - 1) > 1e-3)
+                    )
+                )
+                and _clear_size(s, depth)
                 for s in outcome.trace
             )
             for outcome in outcomes
@@ -352,17 +360,26 @@ class Job:
         }
 
 
-def _integration(config: Config, settings: Settings) -> Integration:
+def _clear_size(step: Step, depth: exits.Depth) -> bool:
+    """Whether rounding could not have given the step another size: no whole number of steps is just allowed."""
+    if not depth.tolerance or not step.error > 0:
+        return True
+    allowed = step.step_size * (depth.tolerance / step.error) ** 0.5 / depth.step_size
+    return abs(allowed - round(allowed)) > 1e-3 * allowed
+
+
+def _integration(config: Config, settings: Settings, sizes: bool) -> Integration:
+    """As asked for; `sizes`: the format can hold steps that choose their size."""
     own = config.integration
     for name, known in (("solver", SOLVERS), ("splitting", SPLITTINGS)):
         given = getattr(settings, name)
         if given is not None and given not in known:
             raise UsageError(nearest(name, given, known))
-    return Integration(
-        own.horizon if settings.horizon is None else settings.horizon,
-        own.steps if settings.steps is None else settings.steps,
-        settings.solver or own.solver,
-        settings.splitting or own.splitting,
+    wanted = own.by(settings.solver, settings.splitting, settings.tolerance if sizes else 0.0)
+    return dataclasses.replace(
+        wanted,
+        horizon=own.horizon if settings.horizon is None else settings.horizon,
+        steps=own.steps if settings.steps is None else settings.steps,
     )
 
 

@@ -21,7 +21,7 @@ from .costs import macs
 from .errors import UsageError, UserError
 from .files import atomic
 from .schema import build, shown
-from .solvers import SOLVERS, SPLITTINGS
+from .solvers import SOLVERS, SPLITTINGS, evaluations
 
 SCHEMA_VERSION = 2
 DEFAULT = "cifar10"
@@ -31,6 +31,8 @@ PROCESSOR = "preprocessor_config.json"  # `preprocessing` once more, where trans
 STEM, STEP, ATTENTION = "stem.onnx", "step.onnx", "attention.onnx"
 MODEL_TYPE = "ode_vit"  # by which transformers knows the model, see train/hf.py
 STEP_OUTPUTS = ("next_state", "logits", "margin", "gain", "exponent", "speed", "cls_speed")  # of the step graph
+# Of a step whose size is chosen for each image: what it reads beside the state and the grid's step size, and gives.
+ESTIMATE_INPUTS, ESTIMATE_OUTPUTS = ("before", "left", "tolerance"), ("taken", "change")
 METADATA_KEY = "odevit_serve"  # the metadata_props key under which a single .onnx carries its config
 
 ATTENTIONS = ("dot", "l2")
@@ -135,9 +137,11 @@ class Integration:
     steps: int = 12
     solver: str = "euler"
     splitting: str = "parallel"
+    tolerance: float = 0.0  # of a step's estimated error: an image takes several steps at once where it allows that
 
     def __str__(self) -> str:
-        return f"{self.steps} steps of {self.solver} ({self.splitting}) over horizon {self.horizon:g}"
+        text = f"{self.steps} steps of {self.solver} ({self.splitting}) over horizon {self.horizon:g}"
+        return f"at most {text}, tolerance {self.tolerance:g}" if self.tolerance else text
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -146,10 +150,36 @@ class Integration:
             raise UsageError(f"horizon must be a positive number, not {self.horizon}")
         _choice(self.solver, SOLVERS, "solver")
         _choice(self.splitting, SPLITTINGS, "splitting")
+        if not 0 <= self.tolerance < math.inf:
+            raise UsageError(f"tolerance must be a number of 0 or more, not {self.tolerance}")
+        if self.tolerance and not (SOLVERS[self.solver].estimates and self.splitting == "parallel"):
+            known = " or ".join(name for name, solver in SOLVERS.items() if solver.estimates)
+            raise UsageError(
+                f"a tolerance needs the solver {known} and the splitting parallel, not {self.solver} ({self.splitting})"
+            )
+
+    def by(
+        self, solver: str | None = None, splitting: str | None = None, tolerance: float | None = None
+    ) -> Integration:
+        """The same steps otherwise; a tolerance that was not asked for is dropped where it cannot be kept."""
+        chosen, split = solver or self.solver, splitting or self.splitting
+        if tolerance is None:
+            kept = chosen in SOLVERS and SOLVERS[chosen].estimates and split == "parallel"
+            tolerance = self.tolerance if kept else 0.0
+        return Integration(self.horizon, self.steps, chosen, split, tolerance)
 
     @property
     def step_size(self) -> float:
         return self.horizon / self.steps
+
+    def setting(self, precision: str = "fp32", stem: str = "", step: str = "") -> Setting:
+        """These steps by graphs of this precision and these digests."""
+        return Setting(self.steps, self.horizon, self.solver, self.splitting, precision, stem, step, self.tolerance)
+
+    @property
+    def evaluations(self) -> int:
+        """Of psi, in one step."""
+        return max(evaluations(self.solver, self.splitting))
 
     def macs(self, architecture: Architecture, steps: float | None = None) -> float:
         """Multiply-adds of one image, at full depth or at `steps`."""
@@ -191,6 +221,11 @@ class Setting:
     precision: str = "fp32"
     stem: str = ""  # digests of the graphs, without metadata
     step: str = ""
+    tolerance: float = 0.0
+
+    @property
+    def integration(self) -> Integration:
+        return Integration(self.horizon, self.steps, self.solver, self.splitting, self.tolerance)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from . import bundle, costs
-from .bundle import Confidence, Config, Integration
+from .bundle import Confidence, Config, Integration, Setting
 from .files import atomic
 
 
@@ -33,8 +33,8 @@ def card(config: Config, name: str) -> str:
         f"# {config.name}",
         "",
         f"An ODE-ViT: one block of {parameters['psi']:,} parameters, integrated for {own.steps} steps of {own.solver} "
-        f"({own.splitting}) over a horizon of {own.horizon:g}. Pictures of {shape.image_size} px in patches of "
-        f"{shape.patch_size} px, {shape.classes} classes.",
+        f"({own.splitting}) over a horizon of {own.horizon:g}{_sized(own)}. "
+        f"Pictures of {shape.image_size} px in patches of {shape.patch_size} px, {shape.classes} classes.",
         "",
     ]
     note = config.provenance.get("note")
@@ -139,12 +139,20 @@ def _guarantee(config: Config) -> list[str]:
         f"Stopping by `{policy.rule}` at {policy.threshold:.4g}{limit}, the early answer {failure} on at most "
         f"{calibration.epsilon:.2%} of images like the {calibration.images:,} it was tested on, with confidence "
         f"{1 - calibration.delta:.0%} over the draw of those. It holds for {own.steps} steps of {own.solver} "
-        f"({own.splitting}) over a horizon of {own.horizon:g} in {own.precision}, without a deadline or depth budget. "
+        f"({own.splitting}) over a horizon of {own.horizon:g}{_sized(own)} in {own.precision}, without "
+        f"a deadline or depth budget. "
         f"Seen on those images: {calibration.observed:.2%}, at a mean depth of {calibration.mean_steps:.2f} of "
         f"{own.steps} steps. They end by: {shares}{region}."
         + (f" Images: {calibration.chosen}." if calibration.chosen else ""),
         "",
     ]
+
+
+def _sized(own: Integration | Setting) -> str:
+    """What to add where images choose the size of their steps."""
+    if not own.tolerance:
+        return ""
+    return f", several of them at once where the estimated error of CLS is at most {own.tolerance:g}"
 
 
 def confidence_sentence(known: Confidence) -> str:

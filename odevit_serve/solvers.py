@@ -18,7 +18,8 @@ Field = Callable[[Value], Value]
 
 
 class Memory(NamedTuple):
-    """The velocity one step earlier; `known` is 1, or 0 for images whose first step this is."""
+    """The velocity one step earlier; `known` is the size of this step as a part of that one's, 1 where all are equal,
+    and 0 for images whose first step this is."""
 
     velocity: Value
     known: Value = 1.0
@@ -64,11 +65,12 @@ class Solver:
     order: int
     evaluations: int  # of the field in one step
     remembers: bool = False
+    estimates: bool = False  # the size of its steps can follow an error estimate, see `step_size`
 
 
 SOLVERS = {
-    "euler": Solver(euler, order=1, evaluations=1),
-    "ab2": Solver(ab2, order=2, evaluations=1, remembers=True),
+    "euler": Solver(euler, order=1, evaluations=1, estimates=True),
+    "ab2": Solver(ab2, order=2, evaluations=1, remembers=True, estimates=True),
     "midpoint": Solver(midpoint, order=2, evaluations=2),
     "heun": Solver(heun, order=2, evaluations=2),
     "rk4": Solver(rk4, order=4, evaluations=4),
@@ -92,9 +94,9 @@ def order(solver: str, splitting: str) -> int:
     return min(SOLVERS[solver].order, 2)
 
 
-def memories(solver: str, splitting: str) -> int:
-    """How many remembered velocities a step needs and hands on."""
-    return max(1, len(SPLITTINGS[splitting])) if SOLVERS[solver].remembers else 0
+def memories(solver: str, splitting: str, estimates: bool = False) -> int:
+    """How many remembered velocities a step needs and hands on; one that estimates its error needs one at least."""
+    return max(1, len(SPLITTINGS[splitting])) if SOLVERS[solver].remembers else int(estimates)
 
 
 def evaluations(solver: str, splitting: str) -> tuple[int, int]:

@@ -77,7 +77,8 @@ def score_graph(rule: Rule, config: Config) -> onnx.ModelProto:
     builder = Builder()
     values = {name: builder.input(name, ["batch"]) for name in READ}
     values["logits"] = builder.input("logits", ["batch", config.architecture.classes])
-    values |= {name: builder.input(name, []) for name in ("travel", "step_size")}
+    each = ["batch"] if config.integration.tolerance else []  # images are at one time, or each at its own
+    values |= {name: builder.input(name, each) for name in ("travel", "step_size")}
     never = rule.name == "fixed"
     readings: Any = GraphReadings(builder, values)
     score = values["margin"] * 0.0 if never else rule.score(readings)
@@ -95,6 +96,7 @@ def tables(config: Config) -> dict[str, np.ndarray[Any, Any]]:
         "threshold": np.array(policy.threshold if runs else np.inf),
         "step_size": np.array([own.step_size]),
         "step_size_now": np.array(own.step_size),
+        **({"tolerance": np.array([own.tolerance])} if own.tolerance else {}),
         "nothing": np.array(0.0),
         "infinity": np.array(np.inf),
         "lyapunov": np.array(np.inf if policy.lyapunov is None or not runs else policy.lyapunov),
@@ -122,6 +124,8 @@ def text(config: Config, rows: int, compact: bool = True) -> str:
     kind = "int64" if compact else "bool"  # the rows that are left, or a mark for each row of the batch
     before, after = ("active", "left") if compact else ("batch", "batch")
     state = f"{rows}, {shape.width}"
+    sized = config.integration.tolerance > 0
+    starts, comes, goes = _carried(sized, before, after)
     return f"""
     adaptive (float[batch, {image}] pixel_values, int64 max_steps, float threshold)
         => (float[{answers}] logits, int64[batch] steps, int64[batch] exit_reason) {{
@@ -134,24 +138,36 @@ def text(config: Config, rows: int, compact: bool = True) -> str:
         answer_shape = Concat <axis = 0> (batch_size, classes)
         logits_0 = ConstantOfShape (answer_shape)
         steps_0 = ConstantOfShape <value = int64[1] {{0}}> (batch_size)
-        state_end, rows_end, passed_end, logits, steps, exit_reason = Loop (
-            steps_in_all, start, state_0, rows_0, passed_0, logits_0, steps_0, steps_0
+        state_end, rows_end, passed_end, {"before_end, position_end, " * sized}logits, steps, exit_reason = Loop (
+            steps_in_all, start, state_0, rows_0, passed_0, {starts}logits_0, steps_0, steps_0
         ) <body = body (
             int64 index, bool go, float[{before}, {state}] state, {kind}[{before}] rows, float[{before}] passed,
-            float[{answers}] logits_in, int64[batch] steps_in, int64[batch] reason_in
+            {comes}float[{answers}] logits_in, int64[batch] steps_in, int64[batch] reason_in
         ) => (
             bool go_on, float[{after}, {state}] state_out, {kind}[{after}] rows_out, float[{after}] passed_out,
-            float[{answers}] logits_out, int64[batch] steps_out, int64[batch] reason_out
+            {goes}float[{answers}] logits_out, int64[batch] steps_out, int64[batch] reason_out
         ) {{
             size = Shape (rows)
             step_sizes = Expand (step_size, size)
-            next_state, answer, margin, gain, exponent, speed, cls_speed = piece.Step (state, step_sizes)
             number = Add (index, one)
             numbers = Expand (number, size)
+            {SIZED if sized else UNIFORM}
             {RULE}
             {COMPACTION if compact else MASKING}
+            {(SIZED_COMPACTION if compact else SIZED_MASKING) if sized else ""}
         }}>
     }}"""
+
+
+def _carried(sized: bool, before: str, after: str) -> tuple[str, str, str]:
+    """What the loop carries of steps that choose their size: the size of the last, and where on the grid it ended."""
+    if not sized:
+        return "", "", ""
+    return (
+        "passed_0, steps_0, ",
+        f"float[{before}] before, int64[{before}] position, ",
+        f"float[{after}] before_out, int64[{after}] position_out, ",
+    )
 
 
 def _all_rows(compact: bool) -> str:
@@ -160,20 +176,51 @@ def _all_rows(compact: bool) -> str:
     return "rows_0 = ConstantOfShape <value = bool[1] {1}> (batch_size) start = Greater (steps_in_all, zero)"
 
 
+# A step, and of each row or of all: its size, the travel that is left, and whether it is the last.
+UNIFORM = """
+            next_state, answer, margin, gain, exponent, speed, cls_speed = piece.Step (state, step_sizes)
+            size_now = Identity (step_size_now)
+            travel_now = Gather (travel, index)
+            is_whole = GreaterOrEqual (number, steps_in_all)
+            out_of_steps = GreaterOrEqual (number, limit)"""
+
+SIZED = """
+            steps_left = Sub (steps_in_all, position)
+            steps_left_real = Cast <to = 1> (steps_left)
+            time_left = Mul (steps_left_real, step_size_now)
+            tolerances = Expand (tolerance, size)
+            next_state, answer, margin, gain, exponent, speed, cls_speed, size_now, change = piece.Step (
+                state, step_sizes, before, time_left, tolerances
+            )
+            share = Div (size_now, step_size_now)
+            covered_real = Round (share)
+            covered = Cast <to = 7> (covered_real)
+            position_now = Add (position, covered)
+            place = Sub (position_now, one)
+            travel_now = Gather (travel, place)
+            is_whole = GreaterOrEqual (position_now, steps_in_all)
+            is_spent = GreaterOrEqual (number, limit)
+            out_of_steps = Or (is_spent, is_whole)"""
+
+SIZED_COMPACTION = """
+            before_out = Compress <axis = 0> (size_now, stays)
+            position_out = Compress <axis = 0> (position_now, stays)"""
+
+SIZED_MASKING = """
+            before_out = Identity (size_now)
+            position_out = Min (position_now, steps_in_all)"""
+
 # `exits` and `reason` of each row after this step, as `exits.decide` has them.
 RULE = """
-            travel_now = Gather (travel, index)
-            score = piece.Score (margin, gain, exponent, speed, answer, travel_now, step_size_now)
+            score = piece.Score (margin, gain, exponent, speed, answer, travel_now, size_now)
             is_early = GreaterOrEqual (score, threshold)
 
             growing = Max (exponent, nothing)
-            grown = Mul (growing, step_size_now)
+            grown = Mul (growing, size_now)
             passed_now = Add (passed, grown)
             reached = GreaterOrEqual (passed_now, lyapunov)
             is_past = And (reached, limited)
 
-            is_whole = GreaterOrEqual (number, steps_in_all)
-            out_of_steps = GreaterOrEqual (number, limit)
             not_by_rule = Where (is_past, lyapunov_time, budget)
             before_end = Where (is_early, early, not_by_rule)
             reason = Where (is_whole, horizon, before_end)
@@ -235,7 +282,7 @@ FORMAT = Format(
     "embedding with early exit inside the graph",
     "per image; rows that have exited are not computed",
     "{name}-{steps}steps-adaptive.onnx",
-    (*DEPTH, *PRECISION),
+    (*DEPTH, "tolerance", *PRECISION),
     target=lambda job: Path(f"{job.stem}-adaptive.onnx"),
     make=make,
     suffix=lambda job: ".onnx",

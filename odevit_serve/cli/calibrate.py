@@ -39,6 +39,9 @@ def calibrate(
     rule: str = typer.Option("auto", help="Exit rule to calibrate; auto: the one that needs the fewest steps."),
     steps: int = typer.Option(None, min=1, help="Prove it for this many steps, in a bundle of its own (--output)."),
     solver: str = typer.Option(None, help="Prove it for this solver, in a bundle of its own (--output)."),
+    tolerance: float = typer.Option(
+        None, min=0.0, help="Prove it for step sizes chosen by this tolerance, in a bundle of its own (--output)."
+    ),
     output: Path = typer.Option(None, "--output", "-o", metavar="DIR", help="Write the calibrated bundle here."),
     target: str = typer.Option(
         "agreement", help="agreement with full depth, or accuracy (the drop of it; needs labels)."
@@ -71,7 +74,7 @@ def calibrate(
         raise UsageError(f"{folder.name} is part of the installed package: give a folder for the result with --output")
     if (data is None) == (from_audit is None):
         raise UsageError("give either --data or --from-audit")
-    fixed = (steps, solver, rule, target) != (None, None, "auto", "agreement")
+    fixed = (steps, solver, tolerance, rule, target) != (None, None, None, "auto", "agreement")
     if not folder.is_dir() and (from_audit is not None or fixed):
         raise UsageError(f"{folder.name} is one graph: its rule and steps are fixed, and --data proves agreement")
     if from_audit is not None:
@@ -114,6 +117,7 @@ def calibrate(
             solver,
             chosen_as=chosen.words,
             unsure=unsure,
+            tolerance=tolerance,
         )
     _finish(report, output or folder, plot, as_json)
 

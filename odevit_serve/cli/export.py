@@ -21,6 +21,9 @@ def export(
     horizon: float = typer.Option(None, help="Length of the trajectory, in teacher layers."),
     solver: str = typer.Option(None, help="euler, ab2, midpoint, heun or rk4. Default: the bundle's."),
     splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
+    tolerance: float = typer.Option(
+        None, min=0.0, help="For onnx-adaptive: several steps at once where the estimated error of CLS allows that."
+    ),
     precision: str = typer.Option("fp32", help="fp32, fp16 or int8."),
     calibration: str = typer.Option(None, help="Images to calibrate int8 on and to compare answers on."),
     max_drop: float = typer.Option(0.5, help="Points of accuracy that a precision or a number of steps may cost."),
@@ -56,6 +59,7 @@ def export(
         horizon=horizon,
         solver=solver,
         splitting=splitting,
+        tolerance=tolerance,
         precision=precision,
         calibration=calibration,
         max_drop=max_drop,
@@ -78,10 +82,7 @@ def _summary(report: Report) -> None:
     say("")
     for path, size in report.files.items():
         say(f"wrote {path} ({size / 1e6:.2f} MB)")
-    say(
-        f"{report.model}: {own.steps} steps of {own.solver} ({own.splitting}) over horizon {own.horizon:g}, "
-        f"{report.precision}, {report.macs / 1e6:,.1f} million MACs an image at full depth"
-    )
+    say(f"{report.model}: {own}, {report.precision}, {report.macs / 1e6:,.1f} million MACs an image at full depth")
     for check in dict.fromkeys(map(str, report.checks)):
         say(f"  checked: {check}")
     opened = "" if report.load_seconds is None else f"; opens in {1000 * report.load_seconds:.0f} ms"

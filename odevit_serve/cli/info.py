@@ -83,9 +83,7 @@ def _print(config: Config, facts: dict[str, Any]) -> None:
         f"[bold]{config.name}[/]: {shape.image_size} px, {shape.patch_size} px patches, width {shape.width}, "
         f"{shape.heads} heads, {shape.registers} registers, {shape.classes} classes"
     )
-    console.print(
-        f"{own.steps} steps of {own.solver} ({own.splitting}) over horizon {own.horizon:g}; licence {config.license}"
-    )
+    console.print(f"{own}; licence {config.license}")
     table = Table("", "this model", f"teacher {teacher['name']}" if teacher else "teacher", box=None, pad_edge=False)
     parameters, macs = facts["parameters"], facts["macs"]
 

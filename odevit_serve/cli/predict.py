@@ -33,6 +33,9 @@ def predict(
     steps: int = typer.Option(None, help="Cut the horizon into this many steps."),
     solver: str = typer.Option(None, help="euler, ab2, midpoint, heun or rk4. Default: the bundle's."),
     splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
+    tolerance: float = typer.Option(
+        None, min=0.0, help="Take several steps at once where the estimated error of CLS stays below this."
+    ),
     max_steps: int = typer.Option(None, help="Stop after this many steps at the latest."),
     no_adaptive: bool = typer.Option(False, "--no-adaptive", help="Full depth for every picture."),
     attention: Path = typer.Option(None, metavar="DIR", help="Write where CLS looks, as PNGs, per head and mean."),
@@ -69,18 +72,18 @@ def predict(
     warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
     options = RequestOptions(
         steps=steps, max_steps=max_steps, rule=rule, threshold=threshold, adaptive=not no_adaptive, solver=solver,
-        splitting=splitting, trace=trace is not None, attention=attention is not None,
+        splitting=splitting, tolerance=tolerance, trace=trace is not None, attention=attention is not None,
     )  # fmt: skip
     if output is not None:
         _to_file(paths, output, model, options, top, (device, threads, trust), ray, actors)
         return
     loaded = load(model, device, threads, trust)
-    _quote(loaded, steps=steps, solver=solver, splitting=splitting)
+    _quote(loaded, steps=steps, solver=solver, splitting=splitting, tolerance=tolerance)
     empty: list[str] = []
     results = loaded.stream(sources(paths, empty), options)
     kind = "json" if as_json else "jsonl" if as_jsonl else "csv" if as_csv else "table"
     writer = _WRITERS[kind](sys.stdout, top)
-    keeper = _Keeper(loaded, attention, trace, animate, steps)
+    keeper = _Keeper(loaded.integrated(solver, splitting, tolerance), attention, trace, animate, steps)
     failures: list[str] = []
     with progress(paths) as advance:
         for result in results:

@@ -19,7 +19,7 @@ import numpy as np
 from ..bundle import Config, Setting
 from ..errors import UserError
 from ..runtime.dynamics import Floats
-from .recording import Followed
+from .recording import Followed, filled
 
 FORMAT = 1
 RECORDS = 50_000  # images in one of the two files; some 20 MB at 8 steps
@@ -109,6 +109,11 @@ class AuditRecording(Followed):
     given: np.ndarray  # answers
     passed: Floats  # Lyapunov times
     whole: np.ndarray  # [n]: with numbers to the end
+    ended: np.ndarray  # [n]: the number of steps
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.ended
 
     @property
     def answers(self) -> np.ndarray:
@@ -123,7 +128,8 @@ class AuditRecording(Followed):
         return self.whole
 
     def subset(self, rows: np.ndarray) -> AuditRecording:
-        return AuditRecording(self.scores[rows], self.given[rows], self.passed[rows], self.whole[rows])
+        own = (self.scores, self.given, self.passed, self.whole, self.ended)
+        return AuditRecording(*(array[rows] for array in own))
 
 
 def read(path: Path, wanted: dict[str, Any], limit: int | None = None) -> AuditRecording:
@@ -141,9 +147,11 @@ def read(path: Path, wanted: dict[str, Any], limit: int | None = None) -> AuditR
         raise UserError(f"{path} has no recordings for this bundle: {why}")
     found = found[-limit:] if limit else found
 
+    lengths = [len(record.scores) for record in found]
+
     def column(name: str) -> Floats:
         values = [[np.nan if v is None else v for v in getattr(record, name)] for record in found]
-        return np.array(values)
+        return np.array([filled(row, max(lengths)) for row in values])
 
     scores = column("scores")
     return AuditRecording(
@@ -151,6 +159,7 @@ def read(path: Path, wanted: dict[str, Any], limit: int | None = None) -> AuditR
         column("answers").astype(int),
         np.nan_to_num(column("lyapunov_times"), nan=np.inf),
         np.array([record.finite for record in found]),
+        np.array(lengths),
     )
 
 

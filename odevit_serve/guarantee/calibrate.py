@@ -34,7 +34,6 @@ from ..runtime import exits
 from ..runtime.dynamics import Floats
 from ..runtime.exits import RULES, ExitReason, Rule
 from ..runtime.model import BundleModel
-from ..solvers import SOLVERS
 from .bounds import binomial_tail, upper_bound
 from .confidence import measure_confidence
 from .recording import Followed, Recorder, Recording
@@ -187,27 +186,27 @@ def calibrate(
     solver: str | None = None,
     chosen_as: str = "",
     unsure: float | None = None,
+    tolerance: float | None = None,
 ) -> Report:
     """Measure, test, and write the policy with its proof into the bundle, or into a copy of it at `output`.
 
-    With `steps` or `solver` the copy integrates by those, and the proof is for it. Nothing is changed without a proof.
+    With `steps`, `solver` or `tolerance` the copy integrates by those, and the proof is for it: full depth is then its
+    own trajectory to the horizon. Nothing is changed without a proof.
     """
     check_numbers(epsilon, delta, target, len(images))
     config = bundle.read_config(folder)
     before = config.integration
-    own = replace(before, steps=steps or before.steps, solver=solver or before.solver)
-    if own.solver not in SOLVERS:
-        raise UsageError(f"unknown solver {own.solver!r}: choose one of {', '.join(SOLVERS)}")
+    own = replace(before, steps=steps or before.steps).by(solver, tolerance=tolerance)
     if own != before and output is None:
         raise UsageError(
-            "a proof for other steps or another solver than the bundle's needs a bundle of its own: give --output"
+            "a proof for other steps, solver or tolerance than the bundle's needs a bundle of its own: give --output"
         )
     with contextlib.ExitStack() as stack:
         if own.solver != before.solver:
             from ..runtime.graphs import rearrange
 
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            rearrange(folder, config, own, scratch)
+            rearrange(folder, config, replace(own, tolerance=0.0), scratch)  # a tolerance is put in when it is opened
             folder = scratch
         return _calibrate(
             folder, config.replace(integration=own), images, epsilon, delta, rule, target, seed, threads, advance,
@@ -306,7 +305,7 @@ def reasons(recording: Followed, scores: Floats, threshold: float, lyapunov: flo
     """Share of the images by the reason they end for."""
     ends = recording.exit_steps(scores, threshold, lyapunov)
     rows = np.arange(len(recording))
-    whole = ends == recording.steps
+    whole = ends == recording.lengths
     by_rule = ~whole & (scores[rows, ends - 1] >= threshold)
     shares = {ExitReason.EARLY: by_rule, ExitReason.LYAPUNOV: ~whole & ~by_rule, ExitReason.HORIZON: whole}
     return {reason.short: round(float(rows_of.mean()), 4) for reason, rows_of in shares.items()}
@@ -326,8 +325,9 @@ def fixed_steps(
 ) -> list[Rival]:
     """The same images at fixed small numbers of steps over the whole horizon: the strongest rival of early exit."""
     found = []
-    for count in FIXED:
-        if count >= full.steps:
+    chosen = full.positions is not None  # sizes of steps: then the grid itself is a rival, too
+    for count in (*FIXED, full.steps) if chosen else FIXED:
+        if count > full.steps or (count == full.steps and not chosen):
             break
         short = Recorder(model, images, labels, steps=count).record(rows)
         if len(short) != len(full):

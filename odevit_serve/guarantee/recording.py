@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,12 +48,17 @@ class Followed:
     def steps(self) -> int:
         return self.answers.shape[1]
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """[n]: steps to full depth. Where images choose the size of their steps, the rest of a row repeats its last."""
+        return np.full(len(self), self.steps)
+
     def exit_steps(self, scores: Floats, threshold: float, lyapunov: float | None = None) -> np.ndarray:
         """The step (from 1) at which each image would have ended."""
         ends = scores >= threshold
         if lyapunov is not None:
             ends = ends | (self.lyapunov_times >= lyapunov)
-        ends[:, -1] = True
+        ends = ends | (np.arange(1, self.steps + 1) >= self.lengths[:, None])
         return ends.argmax(1) + 1  # type: ignore[no-any-return]
 
     def answers_at(self, steps: np.ndarray) -> np.ndarray:
@@ -82,6 +87,7 @@ class Recording(Followed):
     cls_speed: Floats
     travels: Floats  # [n,N+1] distance of CLS to where it ends
     labels: np.ndarray | None = None  # [n]
+    positions: np.ndarray | None = None  # in steps of the grid, where images choose the size of their steps
     _scores: dict[tuple[str, bytes], Floats] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -94,7 +100,20 @@ class Recording(Followed):
 
     @property
     def lyapunov_times(self) -> Floats:
-        return np.cumsum(self.step_size * np.maximum(np.nan_to_num(self.exponent), 0.0), 1)
+        return np.cumsum(self.sizes * np.maximum(np.nan_to_num(self.exponent), 0.0), 1)
+
+    @property
+    def sizes(self) -> Floats:
+        """Of the steps; 0 beyond the last."""
+        if self.positions is None:
+            return np.full(self.answers.shape, self.step_size)
+        return self.step_size * np.diff(self.positions, axis=1, prepend=0)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        if self.positions is None:
+            return super().lengths
+        return (self.positions < self.steps).sum(1) + 1  # type: ignore[no-any-return]
 
     def logits_at(self, steps: np.ndarray) -> Floats:
         """[n,C]: where each image ends."""
@@ -106,8 +125,11 @@ class Recording(Followed):
 
     def subset(self, rows: np.ndarray) -> Recording:
         arrays = ("logits", "margin", "gain", "exponent", "speed", "cls_speed", "travels")
-        labels = None if self.labels is None else self.labels[rows]
-        return replace(self, **{name: getattr(self, name)[rows] for name in arrays}, labels=labels, _scores={})
+        own: dict[str, Any] = {name: getattr(self, name)[rows] for name in arrays}
+        for name in ("labels", "positions"):
+            array = getattr(self, name)
+            own[name] = None if array is None else array[rows]
+        return replace(self, **own, _scores={})
 
     def scores(self, rule: Rule, travel: Floats | None = None) -> Floats:
         """What a rule says of every image after every step, given the expected remaining travel [N+1]."""
@@ -136,14 +158,21 @@ class Recording(Followed):
         return Readings(
             np.tile(np.arange(1, steps + 1), count),
             np.full(count * steps, steps),
-            np.full(count * steps, self.step_size),
+            self.sizes.reshape(-1),
             self.logits.reshape(count * steps, -1),
             before.reshape(count * steps, -1),
             **flat,
             first_speed=np.repeat(self.speed[:, 0], steps),
             unchanged=unchanged.reshape(-1),
             measured=measured,
+            position=None if self.positions is None else self.positions.reshape(-1),
+            grid_size=np.full(count * steps, self.step_size),
         )
+
+
+def filled(values: Sequence[Any] | np.ndarray, count: int) -> list[Any]:
+    """So many of them: the last is repeated."""
+    return [*values, *[values[-1]] * (count - len(values))]
 
 
 class Recorder:
@@ -161,7 +190,8 @@ class Recorder:
         own = model.config.integration
         count = steps or own.steps
         # Never stops by itself: limits and thresholds are applied to the recording.
-        self.depth = Depth(count, own.horizon / count, count, RULES["fixed"], math.inf)
+        tolerance = own.tolerance if steps is None else 0.0
+        self.depth = Depth(count, own.horizon / count, count, RULES["fixed"], math.inf, tolerance=tolerance)
         self.slots: Slots = model.slots(CAPACITY)
         self.digest = hashlib.sha256()
         self.skipped = 0
@@ -182,16 +212,25 @@ class Recorder:
         places = sorted(found)
         traces = [found[place].trace for place in places]
 
-        def column(name: str) -> Floats:
-            return np.array([[getattr(step, name) for step in trace] for trace in traces])
+        grid, count = self.depth.step_size, self.depth.steps
+        reached = [np.rint([step.time / grid for step in trace]).astype(int) for trace in traces]
+        followed = [filled(trace, count) for trace in traces]
 
+        def column(name: str) -> Floats:
+            return np.array([[getattr(step, name) for step in trace] for trace in followed])
+
+        travels = [dynamics.travel_to_end(np.stack(found[place].states)) for place in places]
+        if self.depth.tolerance:  # travel is over time, and these have no numbers at some times of the grid
+            at = np.arange(count + 1)
+            travels = [np.interp(at, [0, *times], values) for times, values in zip(reached, travels)]
         numbers: dict[str, Any] = {name: column(name) for name in NUMBERS}
         return Recording(
-            self.depth.step_size,
-            np.stack([np.stack([step.logits for step in trace]) for trace in traces]),
+            grid,
+            np.stack([np.stack([step.logits for step in trace]) for trace in followed]),
             **numbers,
-            travels=np.stack([dynamics.travel_to_end(np.stack(found[place].states)) for place in places]),
+            travels=np.stack(travels),
             labels=None if self.labels is None else self.labels[indices[places]],
+            positions=np.array([filled(times, count) for times in reached]) if self.depth.tolerance else None,
         )
 
     def _outcomes(self, indices: np.ndarray) -> Iterator[Outcome]:

@@ -84,14 +84,15 @@ class Measured:
 class Readings:
     """What is known of each image after its latest step; every array has one row an image.
 
-    `speed` and `cls_speed` belong to the start of that step; `logits`, `margin`, `gain` (what the step added to the
-    margin) and `exponent` (toward the nearest decision boundary) to its end. At the first step `previous_logits` holds
-    what it held before this image: mask by `step > 1`.
+    `step` counts the steps it has made, `position` how many steps of the grid they have covered: the same where it is
+    not given, and `step_size` is then that of the grid. `speed` and `cls_speed` belong to the start of the latest step;
+    `logits`, `margin`, `gain` (what the step added to the margin) and `exponent` (toward the nearest decision boundary)
+    to its end. At the first step `previous_logits` holds what it held before this image: mask by `step > 1`.
     """
 
     step: NDArray[np.integer]
     steps: NDArray[np.integer]  # of the full horizon
-    step_size: Floats
+    step_size: Floats  # of that step
     logits: Floats  # [B,C]
     previous_logits: Floats  # [B,C]
     margin: Floats
@@ -103,20 +104,28 @@ class Readings:
     first_speed: Floats
     unchanged: NDArray[np.integer]  # steps in a row with the same answer as now
     measured: Measured | None = None
+    position: NDArray[np.integer] | None = None  # in steps of the grid
+    grid_size: Floats | None = None
 
     def rows(self, chosen: NDArray[np.integer]) -> Readings:
         """The same for some of the images."""
-        own = {name: getattr(self, name)[chosen] for name in self.__dataclass_fields__ if name != "measured"}
-        return Readings(**own, measured=self.measured)
+        arrays = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "measured"}
+        own = {name: None if array is None else array[chosen] for name, array in arrays.items()}
+        return Readings(**own, measured=self.measured)  # type: ignore[arg-type]
+
+    @property
+    def place(self) -> NDArray[np.integer]:
+        """Where on its grid an image is."""
+        return self.step if self.position is None else self.position
 
     @cached_property
     def time(self) -> Floats:
-        return self.step * self.step_size
+        return self.place * (self.step_size if self.grid_size is None else self.grid_size)
 
     @cached_property
     def growth(self) -> Floats:
         """Growth rate of the velocity of all tokens since the start, a finite-time exponent; NaN at the first step."""
-        return dynamics.exponent(self.speed, self.first_speed, (self.step - 1) * self.step_size)
+        return dynamics.exponent(self.speed, self.first_speed, self.time - self.step_size)
 
     @cached_property
     def probabilities(self) -> Floats:
@@ -134,7 +143,7 @@ class Readings:
             return np.full(len(self.step), np.nan)
         steps = self.steps[0]
         if (self.steps == steps).all():
-            return np.maximum(self.measured.table(int(steps))[self.step], dynamics.TINY)
+            return np.maximum(self.measured.table(int(steps))[self.place], dynamics.TINY)
         return np.maximum(self.measured.at(self.time), dynamics.TINY)
 
 
@@ -250,6 +259,8 @@ class Depth:
     threshold: float
     lyapunov: float = math.inf
     guaranteed: bool = False  # the very settings that were calibrated
+    tolerance: float = 0.0  # of a step's estimated error; 0: every step of the grid
+    evaluations: int = 1  # of psi in one step
 
 
 def calibrated(config: Config) -> bool:
@@ -267,8 +278,7 @@ def proven(config: Config, setting: Setting, rule: str, threshold: float, lyapun
     """
     own, policy = config.exported_from or config.integration, config.exit
     if rule == "fixed":
-        whole = Setting(own.steps, own.horizon, own.solver, own.splitting)
-        return whole == replace(setting, stem="", step="")
+        return own.setting() == replace(setting, stem="", step="")
     limit = math.inf if policy.lyapunov is None else policy.lyapunov
     return (
         policy.calibration is not None
@@ -285,12 +295,14 @@ def resolve(
     rule: str | None = None,
     threshold: float | None = None,
     adaptive: bool = True,
+    tolerance: float | None = None,
 ) -> Depth:
     """The checked settings of one request over those of the bundle. An uncalibrated bundle runs at full depth.
 
     `setting` is what the graphs at hand compute by; None: nothing is guaranteed.
     """
     own, policy = config.integration, config.exit
+    tolerance = own.tolerance if tolerance is None else tolerance
     steps = own.steps if steps is None else steps
     for name, value in (("steps", steps), ("max_steps", max_steps)):
         if value is not None and value < 1:
@@ -308,9 +320,10 @@ def resolve(
     guaranteed = (
         setting is not None
         and budget == steps
-        and proven(config, replace(setting, steps=steps), chosen.name, threshold, limit)
+        and proven(config, replace(setting, steps=steps, tolerance=tolerance), chosen.name, threshold, limit)
     )
-    return Depth(steps, own.horizon / steps, budget, chosen, threshold, limit, guaranteed)
+    each = (own if setting is None else setting.integration).evaluations
+    return Depth(steps, own.horizon / steps, budget, chosen, threshold, limit, guaranteed, tolerance, each)
 
 
 def _choose(config: Config, rule: str | None, threshold: float | None, adaptive: bool) -> Rule:
@@ -345,6 +358,8 @@ def decide(
     steps.
     """
     settles, spent = score >= threshold, readings.step >= max_steps
+    if readings.position is not None:  # the end of the grid may come before so many steps
+        spent = spent | (readings.position >= readings.steps)
     ended = settles | spent
     past = None if lyapunov is None else readings.lyapunov_times >= lyapunov
     for other in (past, late):
@@ -358,4 +373,4 @@ def decide(
     if past is not None:
         code[past] = ExitReason.LYAPUNOV
     code[settles] = ExitReason.EARLY
-    return np.where(readings.step >= readings.steps, ExitReason.HORIZON, code)
+    return np.where(readings.place >= readings.steps, ExitReason.HORIZON, code)

@@ -39,8 +39,7 @@ class _FileOutcome(Outcome):
 def setting_of(config: Config, session: onnxruntime.InferenceSession) -> Setting:
     """What a file's graph computes by; an export carries the digests of the parts that it was made of."""
     own, found = config.integration, session.get_modelmeta().custom_metadata_map
-    digests = (found.get("stem", ""), found.get("step", ""))
-    return Setting(own.steps, own.horizon, own.solver, own.splitting, found.get("precision", "fp32"), *digests)
+    return own.setting(found.get("precision", "fp32"), found.get("stem", ""), found.get("step", ""))
 
 
 class FileBatch:
@@ -91,6 +90,11 @@ class FileBatch:
         if any(asked not in (None, kept) for asked, kept in zip(given, (built.solver, built.splitting))):
             raise UsageError(
                 f"{name} is one graph of {built.solver} steps: another solver needs the bundle it came from"
+            )
+        if options.tolerance not in (None, built.tolerance):
+            raise UsageError(
+                f"{name} was exported with the tolerance {built.tolerance:g}, not {options.tolerance:g}: give the "
+                "bundle it came from"
             )
         if options.steps not in (None, own):
             raise UsageError(f"{name} takes {own} steps, fixed when it was exported, not {options.steps}")

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 
-from .. import bundle, solvers
-from ..bundle import STEP_OUTPUTS, Config, Integration
+from .. import bundle, solvers, step_size
+from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, STEP_OUTPUTS, Config, Integration
 from ..errors import UserError
 from .graph_builder import Builder, Piece, Shape, Value, cut
 from .graph_files import found_digest, properties, read, write_metadata
@@ -53,6 +53,7 @@ class Parts:
             ) from None
         self.digests = {"stem": found_digest(stem), "step": found_digest(step)}
         self.weights_digest = found.get("weights", "")
+        self.precision = found.get("precision", "fp32")
         self.own = own
 
     @classmethod
@@ -81,18 +82,24 @@ class Parts:
         return shape.tokens, shape.width
 
     def rows(self, own: Integration) -> int:
-        """Rows of a state: its tokens, and below them what the solver remembers."""
-        return (1 + solvers.memories(own.solver, own.splitting)) * self.config.architecture.tokens
+        """Rows of a state: its tokens, and below them what the solver remembers.
+
+        Where that is nothing, an error estimate needs one row more: the velocity of CLS one step earlier.
+        """
+        memories = solvers.memories(own.solver, own.splitting)
+        return (1 + memories) * self.config.architecture.tokens + (own.tolerance > 0 and not memories)
 
 
 def stem_graph(parts: Parts, own: Integration) -> onnx.ModelProto:
     """Pixels to the state that a solver starts with: zeros where it remembers nothing yet."""
     builder = Builder()
     pixels = builder.input("pixel_values", ["batch", *parts.config.preprocessing.input_size])
-    memories = solvers.memories(own.solver, own.splitting)
-    x = builder.place(parts.begin, pixels, outputs=["tokens"] if memories else ())[0]
-    rows, width = parts.rows(own), parts.config.architecture.width
-    state = join(builder, [x] + [x * 0.0] * memories, rows, width)
+    rows, (tokens, width) = parts.rows(own), parts.token_shape
+    x = builder.place(parts.begin, pixels, outputs=["tokens"] if rows > tokens else ())[0]
+    nothing = [x * 0.0] * (rows // tokens - 1)
+    if rows % tokens:
+        nothing.append(_row(builder, x) * 0.0)
+    state = join(builder, [x, *nothing], rows, width)
     return builder.model({"state": state}, {"state": ["batch", rows, width]})
 
 
@@ -121,6 +128,84 @@ def advance(
     return point, x, join(builder, [x, *kept], rows, width), velocity
 
 
+class GraphOps:
+    """The functions of numpy that `step_size` calls, on values of a graph."""
+
+    def __init__(self, builder: Builder):
+        self.builder = builder
+
+    def _node(self, op: str, *values: Any) -> Value:
+        found = [v if isinstance(v, Value) else self.builder.constant(np.float32(v)) for v in values]
+        return self.builder.node(op, *found, shape=found[0].shape)[0]
+
+    def sqrt(self, x: Value) -> Value:
+        return self._node("Sqrt", x)
+
+    def floor(self, x: Value) -> Value:
+        return self._node("Floor", x)
+
+    def sign(self, x: Value) -> Value:
+        return self._node("Sign", x)
+
+    def maximum(self, x: Value, y: Any) -> Value:
+        return self._node("Max", x, y)
+
+    def minimum(self, x: Value, y: Any) -> Value:
+        return self._node("Min", x, y)
+
+
+def _row(builder: Builder, state: Value, first: int = 0) -> Value:
+    """One row [B,1,D] of a state."""
+    edges = (builder.constant(np.array([edge], np.int64)) for edge in (first, first + 1, 1))
+    assert state.shape is not None
+    return builder.node("Slice", state, *edges, shape=[builder.batch, 1, state.shape[-1]])[0]
+
+
+def _column(builder: Builder, numbers: Value) -> Value:
+    """Numbers of images [B] as [B,1,1]."""
+    return builder.node(
+        "Unsqueeze", numbers, builder.constant(np.array([1, 2], np.int64)), shape=[builder.batch, 1, 1]
+    )[0]
+
+
+class Estimated(NamedTuple):
+    """A step of a size of its own choice."""
+
+    point: Value
+    x: Value
+    after: Value  # the next state with its memory
+    velocity: Value
+    taken: Value  # [B]: its size
+    change: Value  # [B]: of CLS's velocity since the step before
+
+
+def advance_by_estimate(
+    parts: Parts, builder: Builder, own: Integration, state: Value, numbers: Mapping[str, Value]
+) -> Estimated:
+    """One step of a solver whose size `step_size.choose` finds; the estimate is that of CLS, which has the answer."""
+    tokens, width = parts.token_shape
+    rows, ops = parts.rows(own), GraphOps(builder)
+    sizes = builder.constant(np.array([tokens, rows - tokens], np.int64))
+    point, memory = builder.node("Split", state, sizes, axis=1, count=2, shape=[builder.batch, tokens, width])
+    memory.shape = [builder.batch, rows - tokens, width]
+    builder.shapes.pop(memory.name)
+    velocity = sum_of(parts.fields(builder, named=True), point)
+    turn = _row(builder, velocity) - _row(builder, memory)
+    axes = builder.constant(np.array([1, 2], np.int64))
+    square = builder.node("ReduceSum", turn * turn, axes, keepdims=0, shape=[builder.batch])[0]
+    change, before = ops.sqrt(square), numbers["before"]
+    taken = step_size.choose(change, before, numbers["tolerance"], numbers["step_size"], numbers["left"], ops)
+    ratio = ops.sign(before) * (taken / ops.maximum(before, step_size.TINY))  # 0 at the first step
+    remembered = solvers.Memory(memory, _column(builder, ratio))
+    x, _, kept = solvers.SOLVERS[own.solver].step(lambda _: velocity, point, _column(builder, taken), remembered)
+    after = join(builder, [x, _row(builder, velocity) if kept is None else kept], rows, width)
+    return Estimated(point, x, after, velocity, taken, change)
+
+
+def sum_of(fields: tuple[Callable[[Value], Value], ...], x: Value) -> Value:
+    return fields[0](x) + fields[1](x)
+
+
 def _is_known(builder: Builder, memory: Value) -> Value:
     """1 for images whose solver remembers a velocity; a memory of exact zeros means that there is none yet."""
     axes = builder.constant(np.array([1, 2], np.int64))
@@ -135,14 +220,19 @@ def step_graph(parts: Parts, own: Integration) -> onnx.ModelProto:
     rows, width = parts.rows(own), parts.config.architecture.width
     state = builder.input("state", ["batch", rows, width])
     size = builder.input("step_size", ["batch"])
-    h = builder.node("Unsqueeze", size, builder.constant(np.array([1, 2], np.int64)), shape=["batch", 1, 1])[0]
-    point, x, after, velocity = advance(parts, builder, own, state, h, named=True)
+    more: dict[str, Value] = {}
+    if own.tolerance:
+        numbers = {"step_size": size} | {name: builder.input(name, ["batch"]) for name in ESTIMATE_INPUTS}
+        point, x, after, velocity, *estimate = advance_by_estimate(parts, builder, own, state, numbers)
+        more = dict(zip(ESTIMATE_OUTPUTS, estimate))
+    else:
+        point, x, after, velocity = advance(parts, builder, own, state, _column(builder, size), named=True)
     logits = builder.place(parts.answer, x)[0]
     margin, gain, exponent = builder.place(parts.readings, point, x, logits)
     named = builder.rename(velocity, "velocity") if velocity.name != "velocity" else velocity
     speed, cls_speed = builder.place(parts.speeds, named)
     evaluated = {**parts.seen, "point": point.name, "next": x.name}
-    outputs = dict(zip(STEP_OUTPUTS, (after, logits, margin, gain, exponent, speed, cls_speed)))
+    outputs = dict(zip(STEP_OUTPUTS, (after, logits, margin, gain, exponent, speed, cls_speed))) | more
     renamed = {value.name: name for name, value in outputs.items()}
     shapes = step_shapes(parts.config, rows)
     model = builder.model(outputs, shapes)
@@ -155,7 +245,7 @@ def step_graph(parts: Parts, own: Integration) -> onnx.ModelProto:
 def step_shapes(config: Config, rows: int) -> dict[str, Shape]:
     shape = config.architecture
     wide: dict[str, Shape] = {"next_state": ["batch", rows, shape.width], "logits": ["batch", shape.classes]}
-    return {name: wide.get(name, ["batch"]) for name in STEP_OUTPUTS}
+    return {name: wide.get(name, ["batch"]) for name in (*STEP_OUTPUTS, *ESTIMATE_OUTPUTS)}
 
 
 def unrolled_graph(parts: Parts, own: Integration, with_attention: bool = False) -> onnx.ModelProto:

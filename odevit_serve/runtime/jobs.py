@@ -38,6 +38,8 @@ class Step:
     gain: float
     score: float
     logits: Floats  # [C]
+    step_size: float
+    error: float = math.nan  # as estimated, where steps choose their size; NaN at the first step
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -19,7 +19,6 @@ from .. import bundle
 from ..bundle import Calibration, Config
 from ..data import images
 from ..errors import UsageError, UserError
-from . import exits
 from .compute import Compute
 from .exits import Depth
 from .file_batch import FileBatch
@@ -94,10 +93,11 @@ class Model(ABC):
         `max_steps` stops after so many of them, `rule` and `threshold` set when an image exits, `adaptive=False` takes
         every step, `deadline_ms` ends an image after that time in the model. `trace` keeps the numbers of every step,
         `attention` the map at the last. `solver` and `splitting` in place of the bundle's own make their graphs from
-        copies of its pieces.
+        copies of its pieces. With a `tolerance`, each image takes several steps at once where the estimated error of
+        CLS allows that.
         """
         wanted = RequestOptions.of(options, asked)
-        other = self.integrated(wanted.solver, wanted.splitting)
+        other = self.integrated(wanted.solver, wanted.splitting, wanted.tolerance)
         if other is not self:
             return other.stream(sources, wanted)
         if wanted.states:
@@ -135,8 +135,10 @@ class Model(ABC):
                 item = waiting.pop(outcome.job.key)
                 yield item.place, compute.finish(outcome, item.source, item.seconds)
 
-    def integrated(self, solver: str | None = None, splitting: str | None = None) -> Model:
-        """This model by another solver or splitting; itself where neither differs from its own."""
+    def integrated(
+        self, solver: str | None = None, splitting: str | None = None, tolerance: float | None = None
+    ) -> Model:
+        """This model by another solver, splitting or tolerance; itself where none differs from its own."""
         return self  # a single file refuses another when it is asked for its depth
 
     @abstractmethod
@@ -177,22 +179,24 @@ class BundleModel(Model):
     ):
         self.graphs = graphs or Graphs(path, config, device, threads, trust)
         super().__init__(path, self.graphs.config)
-        self._others: dict[tuple[str, str], BundleModel] = {}
+        self._others: dict[tuple[str, str, float], BundleModel] = {}
 
-    def integrated(self, solver: str | None = None, splitting: str | None = None) -> BundleModel:
+    def integrated(
+        self, solver: str | None = None, splitting: str | None = None, tolerance: float | None = None
+    ) -> BundleModel:
         own = self.config.integration
-        wanted = replace(own, solver=solver or own.solver, splitting=splitting or own.splitting)
+        wanted = own.by(solver, splitting, tolerance)
         if wanted == own:
             return self
-        key, graphs = (wanted.solver, wanted.splitting), self.graphs
+        key, graphs = (wanted.solver, wanted.splitting, wanted.tolerance), self.graphs
         if key not in self._others:
             other = Graphs(self.path, graphs.own, graphs.device, graphs.threads, graphs.trusted, *key)
             self._others[key] = BundleModel(self.path, graphs.own, graphs=other)
         return self._others[key]
 
     def depth(self, **asked: Any) -> Depth:
-        """Checked options (`steps`, `max_steps`, `rule`, `threshold`, `adaptive`) for a `Job`."""
-        return exits.resolve(self.graphs.own, self.graphs.setting, **RequestOptions.of(None, asked).depth)
+        """Checked options (`steps`, `max_steps`, `rule`, `threshold`, `adaptive`, `tolerance`) for a `Job`."""
+        return self.graphs.depth(RequestOptions.of(None, asked))
 
     def slots(self, capacity: int = CAPACITY) -> Slots:
         """Rows for images on their way, of this model's graphs."""
@@ -218,7 +222,10 @@ class BundleModel(Model):
         if not 0 <= step <= full:
             raise UsageError(f"step must lie between 0 and {full}, not {step}")
         depth = self.depth(adaptive=False, max_steps=max(step, 1), **asked)
-        return self._maps(image, depth)[step]
+        maps = self._maps(image, depth)
+        if step >= len(maps):
+            raise UsageError(f"the image takes {len(maps) - 1} steps of sizes of its own: there is no step {step}")
+        return maps[step]
 
     def attention_steps(self, image: Any, **asked: Any) -> list[Attention]:
         """The CLS maps along the whole trajectory, from before the first step to the full horizon."""

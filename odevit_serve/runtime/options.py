@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class RequestOptions:
     steps: int | None = None  # cut the horizon into this many
     solver: str | None = None  # of `predict` alone: an engine has the one of its model
     splitting: str | None = None
+    tolerance: float | None = None  # of a step's estimated error, in the unit of margins; 0: every step
     trace: bool = False  # keep the numbers of every step
     attention: bool = False  # the map where it exits
     states: bool = False  # the state and the map at every step, the start included
@@ -54,6 +56,8 @@ class RequestOptions:
                 raise UsageError(f"{name} must be at least 1, not {value}")
             if value is not None and value > MOST_STEPS:
                 raise UsageError(f"{name} may be at most {MOST_STEPS:,}, not {value}")
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise UsageError(f"tolerance must be a number of 0 or more, not {self.tolerance:g}")
         if self.deadline_ms is not None and not 0 < self.deadline_ms <= DAY_MS:
             raise UsageError(f"deadline_ms must be above 0 and at most a day, not {self.deadline_ms:g}")
         if self.priority not in tuple(Priority):

@@ -44,6 +44,8 @@ class TraceStep:
     label: str
     probability: float  # of the label the image ended with
     score: float | None = None  # of the rule in force; None where it has none
+    step_size: float = 0.0
+    error: float | None = None  # estimated, where steps choose their size
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Prediction:
     attention: Attention | None = field(default=None, repr=False)
     unsure: bool | None = None  # below the confidence that was proven; None where none was
     threshold: float | None = None  # of that rule; None where it never stops early
+    evaluations: int = 0  # of psi: the steps taken, times what the solver needs for one
 
     @property
     def probability(self) -> float:
@@ -93,6 +96,7 @@ class Prediction:
             "top": [{"label": label, "probability": value} for label, value in self.top(top)],
             "steps": self.steps,
             "full_steps": self.full_steps,
+            "evaluations": self.evaluations,
             "exit": self.exit.short,
             "exit_sentence": self.sentence,
             "rule": self.rule,
@@ -156,6 +160,7 @@ def conclude(
         attention,
         None if known.unsure is None else bool(probabilities[index] < known.unsure.threshold),
         None if depth.rule.name == "fixed" else _number(depth.threshold),
+        outcome.steps * depth.evaluations,
     )
 
 
@@ -173,6 +178,8 @@ def _trace(labels: tuple[str, ...], outcome: Outcome, index: int, temperature: f
             labels[int(s.logits.argmax())],
             float(dynamics.softmax(s.logits / temperature)[index]),
             _number(s.score),
+            s.step_size,
+            _number(s.error),
         )
         for s in outcome.trace
     )

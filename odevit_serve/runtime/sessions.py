@@ -7,7 +7,6 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import bundle
-from ..bundle import METADATA_KEY, STEP_OUTPUTS, Config, Integration, Setting
+from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, METADATA_KEY, STEP_OUTPUTS, Config, Integration, Setting
 from ..errors import UsageError, UserError
 from . import trust
+from .exits import Depth, resolve
+from .options import RequestOptions
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -165,8 +166,8 @@ def _signature(values: list[Any]) -> dict[str, list[Any]]:
 class Graphs:
     """The three graphs of a bundle, checked against its configuration and its weights.
 
-    For another solver or splitting than the bundle's own, stem and step are put together here from copies of their
-    pieces, which needs the `onnx` package.
+    For another solver or splitting than the bundle's own, and for steps whose size is chosen for each image, stem and
+    step are put together here from copies of their pieces, which needs the `onnx` package.
     """
 
     def __init__(
@@ -178,32 +179,50 @@ class Graphs:
         trusted: bool = True,
         solver: str | None = None,
         splitting: str | None = None,
+        tolerance: float | None = None,
     ):
         self.folder, self.device, self.threads, self.trusted = folder, device, threads, trusted
-        own = config.integration
-        wanted = replace(own, solver=solver or own.solver, splitting=splitting or own.splitting)
+        wanted = config.integration.by(solver, splitting, tolerance)
         self.own, self.config = config, config.replace(integration=wanted)
+        self.estimates = wanted.tolerance > 0  # steps choose their size
+        self._arranged: Setting | None = None
         self.sessions = self.open(threads)
         self.stem, self.step = self.sessions
-        self.setting = self._setting(wanted)
+        self.setting = self._arranged or self._setting(wanted)
         shape = config.architecture
         self._expect(self.stem, bundle.STEM, "inputs", {"pixel_values": list(config.preprocessing.input_size)})
         state = _signature(self.stem.get_outputs()).get("state", [])[1:]
         if len(state) != 2 or not all(isinstance(size, int) for size in state):
             raise UserError(f"{folder / bundle.STEM}: output state has shape {state}, not [tokens, width]")
-        if state[1] != shape.width or state[0] % shape.tokens:
+        rest = state[0] % shape.tokens - self.estimates * (state[0] < 2 * shape.tokens)
+        if state[1] != shape.width or rest:
             raise UserError(
                 f"{folder / bundle.STEM}: state has {state[0]} tokens of width {state[1]}, "
                 f"{bundle.CONFIG} says {shape.tokens} of {shape.width}"
             )
         self.state_shape: tuple[int, int] = (state[0], state[1])
-        self._expect(self.step, bundle.STEP, "inputs", {"state": state, "step_size": []})
+        more = (ESTIMATE_INPUTS, ESTIMATE_OUTPUTS) if self.estimates else ((), ())
+        numbers: dict[str, list[Any]] = {name: [] for name in ("step_size", *more[0])}
+        self._expect(self.step, bundle.STEP, "inputs", {"state": state, **numbers})
         wide = {"next_state": state, "logits": [shape.classes]}
-        self._expect(self.step, bundle.STEP, "outputs", {name: wide.get(name, []) for name in STEP_OUTPUTS})
+        outputs = (*STEP_OUTPUTS, *more[1])
+        self._expect(self.step, bundle.STEP, "outputs", {name: wide.get(name, []) for name in outputs})
+
+    def depth(self, options: RequestOptions) -> Depth:
+        """How deep an image with these options goes; the solver is that of these graphs."""
+        own = self.config.integration
+        if (options.solver or own.solver, options.splitting or own.splitting) != (own.solver, own.splitting):
+            raise UsageError(
+                f"these slots step by {own.solver} ({own.splitting}): another solver needs graphs of its own"
+            )
+        if options.tolerance and not self.estimates:
+            raise UsageError("these slots take every step of the grid: a tolerance needs graphs of its own")
+        asked = options.depth | {"tolerance": own.tolerance if options.tolerance is None else options.tolerance}
+        return resolve(self.own, self.setting, **asked)
 
     def open(self, threads: int | None) -> Sessions:
         """Stem and step on so many threads."""
-        if self.config.integration == self.own.integration:
+        if self.config.integration == self.own.integration and not self.estimates:
             return Sessions(self._open(bundle.STEM, threads), self._open(bundle.STEP, threads))
         return self._arrange(self.own, self.config.integration, threads)
 
@@ -215,6 +234,8 @@ class Graphs:
                 trust.check(self.folder / name)
         parts = Parts.of(self.folder, config)
         graphs = (stem_graph(parts, wanted), step_graph(parts, wanted))
+        self._check_weights(bundle.STEP, parts.weights_digest)
+        self._arranged = wanted.setting(parts.precision, parts.digests["stem"], parts.digests["step"])
         return Sessions(*(open_session(graph.SerializeToString(), self.device, threads) for graph in graphs))
 
     def _setting(self, own: Integration) -> Setting:
@@ -222,10 +243,7 @@ class Graphs:
         stem, step = (session.get_modelmeta().custom_metadata_map for session in (self.stem, self.step))
         for name, found in ((bundle.STEM, stem), (bundle.STEP, step)):
             self._check_weights(name, found.get("weights", ""))
-        precision = step.get("precision", "fp32")
-        return Setting(
-            own.steps, own.horizon, own.solver, own.splitting, precision, stem.get("graph", ""), step.get("graph", "")
-        )
+        return own.setting(step.get("precision", "fp32"), stem.get("graph", ""), step.get("graph", ""))
 
     def _check_weights(self, name: str, made_from: str) -> None:
         """A graph of other weights than those beside it would answer for a model that is no longer there."""

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import step_size
+from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS
 from ..errors import UsageError
 from .dynamics import Floats
-from .exits import REASONS, Depth, ExitReason, Measured, Readings, Rule, decide, resolve
+from .exits import REASONS, Depth, ExitReason, Measured, Readings, Rule, decide
 from .jobs import Job, Outcome, Parked, Step
 from .options import RequestOptions
 from .results import Attention, Result, conclude, label_names
@@ -42,6 +44,29 @@ class _Entry:
         self.kept.append((state[0] if self.job.keep == "cls" else state).copy())
 
 
+class _Estimate(NamedTuple):
+    """Rows of graphs whose steps choose their size: what such a step reads and gives, and where it leaves an image."""
+
+    before: Floats  # the size of the step before; 0: there was none
+    left: Floats  # time to the horizon
+    tolerance: Floats
+    taken: Floats
+    change: Floats
+    error: Floats  # estimated
+    last: Floats  # `taken` in double
+    position: np.ndarray  # in steps of the grid
+    grid: Floats  # the size of those
+    steps: np.ndarray  # how many there are
+
+    def read(self) -> None:
+        """Take over what a step has given."""
+        self.last[:] = self.taken
+        self.error[:] = step_size.estimate(self.change, self.last, self.before)
+        self.position[:] += np.rint(self.last / self.grid).astype(np.int64)
+        self.left[:] = (self.steps - self.position) * self.grid
+        self.before[:] = self.taken
+
+
 class _Bound(NamedTuple):
     """The first so many rows on one side: what a step of them is bound to, and views of what it leaves behind.
 
@@ -53,6 +78,7 @@ class _Bound(NamedTuple):
     top: np.ndarray
     threshold: Floats
     max_steps: np.ndarray
+    estimate: _Estimate | None = None
 
 
 class Slots:
@@ -99,6 +125,14 @@ class Slots:
             self._step_size, self._sizes, self._step, self._steps, self._max, self._top, self._unchanged,
             self._threshold, self._lyapunov, self._passed, self._deadline, self._since,
         ]  # fmt: skip
+        self._estimate: _Estimate | None = None
+        if graphs.estimates:
+            before, left, tolerance, taken, change = (np.zeros(capacity, np.float32) for _ in range(5))
+            error, last, position = np.zeros(capacity), np.zeros(capacity), np.zeros(capacity, np.int64)
+            self._estimate = _Estimate(
+                before, left, tolerance, taken, change, error, last, position, self._sizes, self._steps
+            )
+            self._rows += self._estimate[:-2]  # the last two are there
         self._entries: list[_Entry] = []
         self._known: dict[tuple[int, int, bool], _Bound] = {}  # by rows, side and `alone`
         self._watched = 0  # jobs that keep something of every step
@@ -142,6 +176,11 @@ class Slots:
                 entry.take(self._states[self._side][row])
             self._count(entry, 1)
             self._entries.append(entry)
+        if self._estimate is not None:
+            own = self._estimate
+            own.before[start:end] = own.position[start:end] = 0
+            own.left[start:end] = self._steps[start:end] * self._sizes[start:end]
+            own.tolerance[start:end] = [depth.tolerance for depth in depths]
         self._step[start:end] = 0
         self._unchanged[start:end] = 0
         self._passed[start:end] = 0.0
@@ -208,12 +247,7 @@ class Slots:
 
     def depth(self, options: RequestOptions) -> Depth:
         """How deep an image with these options goes."""
-        own = self.graphs.config.integration
-        if (options.solver or own.solver, options.splitting or own.splitting) != (own.solver, own.splitting):
-            raise UsageError(
-                f"these slots step by {own.solver} ({own.splitting}): another solver needs graphs of its own"
-            )
-        return resolve(self.graphs.own, self.graphs.setting, **options.depth)
+        return self.graphs.depth(options)
 
     def finish(self, outcome: Outcome, source: str = "", read_seconds: float = 0.0) -> Result:
         """The result that an outcome stands for, with the map of the last state where that alone was kept."""
@@ -250,10 +284,18 @@ class Slots:
             "next_state": self._states[other], "logits": self._logits[other], "margin": self._margin,
             "gain": self._gain, "exponent": self._exponent, "speed": self._speed, "cls_speed": self._cls_speed,
         }  # fmt: skip
+        estimate: _Estimate | None = None
+        sizes: Floats = self._sizes
+        if self._estimate is not None:
+            estimate = _Estimate(*(array[:rows] for array in self._estimate))
+            sizes = self._estimate.last
+            for name in ESTIMATE_INPUTS:
+                _bind(binding.bind_input, name, getattr(estimate, name))
+            outputs |= {name: getattr(self._estimate, name) for name in ESTIMATE_OUTPUTS}
         for name, array in outputs.items():
             _bind(binding.bind_output, name, array[:rows])
         arrays = (
-            self._step, self._steps, self._sizes, self._logits[other], self._logits[side], self._margin, self._gain,
+            self._step, self._steps, sizes, self._logits[other], self._logits[side], self._margin, self._gain,
             self._exponent, self._passed, self._speed, self._cls_speed, self._first, self._unchanged,
         )  # fmt: skip
         self._known[rows, side, self.alone] = bound = _Bound(
@@ -262,12 +304,16 @@ class Slots:
             self._top[:rows],
             self._threshold[:rows],
             self._max[:rows],
+            estimate,
         )
         return bound
 
     def _read(self, bound: _Bound) -> Readings:
         readings = Readings(*bound.readings)
         readings.measured = self.measured
+        if bound.estimate is not None:
+            bound.estimate.read()
+            readings.position, readings.grid_size = bound.estimate.position, bound.estimate.grid
         step, unchanged = readings.step, readings.unchanged
         step += 1
         readings.lyapunov_times += readings.step_size * np.maximum(readings.exponent, 0.0)
@@ -309,6 +355,8 @@ class Slots:
                         float(readings.gain[row]),
                         float(score[row]),
                         readings.logits[row].copy(),
+                        float(readings.step_size[row]),
+                        math.nan if self._estimate is None else float(self._estimate.error[row]),
                     )
                 )
             if entry.job.keep in ("all", "cls"):

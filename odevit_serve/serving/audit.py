@@ -28,7 +28,7 @@ from ..errors import UsageError
 from ..guarantee.audit import Betting, ThresholdSearch, candidates
 from ..guarantee.audit_file import Audited, AuditWriter, head
 from ..runtime.compute import Compute
-from ..runtime.exits import Depth
+from ..runtime.exits import Depth, ExitReason
 from ..runtime.jobs import Job, Outcome
 
 log = logging.getLogger("odevit_serve.serving.audit")
@@ -151,7 +151,7 @@ class Audit:
             if draw is None:
                 return outcome
             answer, finite = int(outcome.logits.argmax()), bool(np.isfinite(outcome.logits).all())
-            if outcome.steps >= outcome.job.depth.steps:
+            if outcome.reason is ExitReason.HORIZON:
                 self._record(draw, outcome.steps, answer, outcome, finite)
             elif self._stopped:
                 self.dropped["shutdown"] += 1

@@ -13,7 +13,7 @@ from PIL import Image
 from odevit_serve import load
 from odevit_serve.bundle import TeacherFacts
 from odevit_serve.demo import html as cards
-from odevit_serve.demo import plots, trajectory
+from odevit_serve.demo import plots, trajectory, weights
 from odevit_serve.demo.trajectory import Choice
 from odevit_serve.runtime.exits import ExitReason
 from odevit_serve.serving.engine import Engine
@@ -123,11 +123,11 @@ def test_plots_hold_no_nan_and_escape_names(engine: Engine, tiny_bundle: Path) -
 
     run = trajectory.run(engine, "tiny", picture(), Choice())
     run = replace(run, labels=("<b>", *run.labels[1:]))
-    drawn = plots.trajectory(run, trajectory.head(tiny_bundle)) + cards.answer(run)
+    drawn = plots.trajectory(run, weights.head(tiny_bundle)) + cards.answer(run)
     assert "nan" not in drawn.replace("NaN", "nan").replace("Finance", "")
     assert "<b>&lt;" not in drawn.replace("<b>&lt;b&gt;", "")
     assert "&lt;b&gt;" in drawn
-    assert drawn.count("<svg") == drawn.count("<title>") == 5
+    assert drawn.count("<svg") == drawn.count("<title>") == 6
 
 
 def test_the_cost_against_the_teacher_is_in_time_too_where_the_bundle_has_it(engine: Engine) -> None:
@@ -142,16 +142,32 @@ def test_the_cost_against_the_teacher_is_in_time_too_where_the_bundle_has_it(eng
 
 
 def test_the_head_is_that_of_the_graph(engine: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
-    found = trajectory.head(tiny_bundle)
+    found = weights.head(tiny_bundle)
     assert found is not None
     run = trajectory.run(engine, "tiny", picture(), Choice())
     np.testing.assert_allclose(run.trajectory.cls[1:] @ found[0].T + found[1], run.trajectory.logits, atol=1e-3)
-    assert trajectory.head(tmp_path) is None
+    assert weights.head(tmp_path) is None
     assert "Colours" not in plots.path(run, None)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 40])
 def test_any_number_of_steps_can_be_drawn(engine: Engine, tiny_bundle: Path, steps: int) -> None:
     run = trajectory.run(engine, "tiny", picture(), Choice(steps=steps if steps < 32 else 24, adaptive=False))
-    assert plots.trajectory(run, trajectory.head(tiny_bundle)).count("<figure") == 5
+    assert plots.trajectory(run, weights.head(tiny_bundle)).count("<figure") == 6
     assert cards.attention(run, 99, "head 2", 0.5).count("data-step") == 1
+
+
+@pytest.mark.parametrize("attention", ["dot", "l2"])
+def test_the_energy_is_that_of_the_analysis(tiny_bundles: Callable[..., Path], attention: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from odevit_serve.demo.energy import cls_energy
+    from odevit_serve.train.analysis.energy import energy
+    from odevit_serve.train.model import ODEViT
+
+    folder = tiny_bundles(attention=attention)
+    model, states = ODEViT.from_pretrained(folder), torch.randn(4, 19, 24)
+    with torch.no_grad():
+        wanted = energy(model.psi.attention, states)[:, :, 0].numpy()
+    found = cls_energy(folder, model.config.architecture, states.numpy())
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert cls_energy(tmp_path, model.config.architecture, states.numpy()) is None
