@@ -143,7 +143,7 @@ def test_a_picture_is_answered(context: BrowserContext, address: str, tiny_bundl
     assert page.locator("#answer .gauge i.on").count() == alone.steps
     assert page.locator("#answer .gauge i").count() == alone.full_steps
     assert "less" in page.inner_text("#answer .costs")
-    assert page.locator("#plots svg").count() == 5
+    assert page.locator("#plots svg").count() == 6
     unnamed = page.evaluate("[...document.querySelectorAll('img')].filter(i => i.offsetParent && !i.alt).length")
     assert unnamed == 0
     assert page.locator("#plots svg:not([aria-label])").count() == 0
