@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class Distillation(Objective):
         def compute() -> tuple[Tensor, Tensor]:
             pixels = batch.pixel_values if self.show is None else self.show(batch.rows).to(batch.pixel_values.device)
             half = self.settings.mixed_precision == "bf16"
-            with torch.autocast(pixels.device.type, torch.bfloat16, enabled=half):
+            with torch.autocast(pixels.device.type, torch.bfloat16) if half else nullcontext():
                 states = teacher.states(pixels)
                 return torch.stack([states[layer][:, 0] for layer in layers], 1), teacher.answer(states[-1][:, 0])
 
