@@ -30,6 +30,7 @@ from ..train.val import NO_TEACHER, ValidationPlan, validate
 from . import install, parts
 
 EPSILON, DELTA, UNSURE = 0.01, 0.05, 0.05
+CARD_IMAGES = 4000  # of the test images that other numbers of steps and other solvers are measured on
 
 
 def ship(
@@ -90,15 +91,16 @@ def measure(
     `apart` are patterns of file names that are measured on their own; `full_size` is other data of the same classes.
     """
     own = bundle.read_config(folder).integration
-    rows = validate(str(folder), data, ValidationPlan(card=True), teacher)
-    *fixed, early = rows
-    longer = [row for row in fixed if row["horizon"] != own.horizon]
-    fixed = [row for row in fixed if row["horizon"] == own.horizon]
+    *_, early = rows = validate(str(folder), data, teacher=teacher)
+    full = next(row for row in rows if row["steps"] == own.steps)
+    card = validate(str(folder), data, ValidationPlan(card=True), limit=CARD_IMAGES)[:-1]
+    longer = [row for row in card if row["horizon"] != own.horizon]
+    fixed = [row for row in card if row["horizon"] == own.horizon]
     by_steps = {str(row["steps"]): row for row in fixed if row["solver"] == own.solver}
-    full = by_steps[str(own.steps)]
     by_solver = {row["solver"]: row for row in fixed if row["steps"] == own.steps}
     found: dict[str, Any] = {
         "accuracy_by_steps": _each(by_steps, "accuracy"),
+        "accuracy_by_steps_images": card[0]["images"],
         "accuracy_by_solver": _each(by_solver, "accuracy"),
         "as_full_depth_by_steps": _each({n: row for n, row in by_steps.items() if int(n) < own.steps}, "as_full_depth"),
         "test_accuracy": round(full["accuracy"], 4),
