@@ -55,14 +55,6 @@ def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "odevit_serve", *map(str, words)], capture_output=True, text=True)
 
 
-def test_the_command(tiny_bundle: Path, tmp_path: Path) -> None:
-    Image.new("RGB", (60, 30), (90, 120, 60)).save(tmp_path / "wide.png")
-    out = tmp_path / "out"
-    done = run("predict", tmp_path / "wide.png", "-m", tiny_bundle, "--attention", out, "--animate", "--steps", 6)
-    assert done.returncode == 0, done.stderr
-    assert (out / "wide.webp").read_bytes()[8:12] == b"WEBP"
-
-
 def test_the_animation_of_the_readme_is_small_and_moves() -> None:
     path = Path(__file__).resolve().parents[2] / "docs" / "attention.webp"
     assert path.stat().st_size < 500_000
