@@ -1,4 +1,4 @@
-"""From a run to a model in the box: small, calibrated on what training set aside, measured on the test images."""
+"""From a run to a bundled model: small, calibrated on what training set aside, measured on the test images."""
 
 from __future__ import annotations
 
