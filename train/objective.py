@@ -67,7 +67,7 @@ class Distillation(Objective):
             pixels, labels, target = self.mix(pixels, labels, target, step)
         if self.outside["teacher"] and live:  # it sees what the student sees: what it says of a mixture is no mixture
             target = self.teach(batch._replace(pixel_values=pixels), view, layers)
-        return pixels, labels, target, plan, steps, horizon
+        return pixels, labels, target, plan, steps, horizon, self.solver(step)
 
     def mix(
         self, pixels: Tensor, labels: Tensor, target: Target | None, step: int
@@ -101,6 +101,11 @@ class Distillation(Objective):
         steps = reached + int(random.integers(0, math.floor(settings.beyond * reached) + 1))
         return steps, own.horizon * steps / reached, reached
 
+    def solver(self, step: int) -> str:
+        """Of this batch: drawn, so that the field is one that all of them can follow."""
+        random = np.random.default_rng((self.settings.seed, 13, step))
+        return str(random.choice(self.settings.solvers or [self.student.config.integration.solver]))
+
     def teach(self, batch: Batch, view: int, layers: list[int]) -> Target:
         teacher: Teacher = self.outside["teacher"]
         if NEEDS_PATCHES & self.weights.keys():
@@ -125,11 +130,18 @@ class Distillation(Objective):
         return Target(dict(zip(layers, cls.unbind(1))), logits)
 
     def forward(
-        self, pixels: Tensor, labels: Tensor, target: Target | None, plan: dict[int, int], steps: int, horizon: float
+        self,
+        pixels: Tensor,
+        labels: Tensor,
+        target: Target | None,
+        plan: dict[int, int],
+        steps: int,
+        horizon: float,
+        solver: str | None = None,
     ) -> dict[str, Tensor]:
         advance = GRADIENTS[self.settings.gradient](list(self.student.psi.parameters()), steps, self.settings)
         cls, states, velocities = [], [], []
-        for point in self.student.trajectory(self.student.stem(pixels), steps, horizon, advance=advance):
+        for point in self.student.trajectory(self.student.stem(pixels), steps, horizon, solver, advance=advance):
             cls.append(point.state[:, 0].clone())  # a view would keep the whole state
             if NEEDS_STATES & self.weights.keys():
                 states.append(point.state)

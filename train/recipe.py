@@ -18,6 +18,7 @@ from typing import Any
 from ..bundle import Architecture, Config, Division, Integration, Preprocessing
 from ..errors import UsageError, UserError
 from ..schema import build
+from ..solvers import SOLVERS
 from .class_names import shown_names
 from .presets import PRESETS
 
@@ -107,6 +108,7 @@ class Training:
     label_smoothing: float = 0.05
     ema: float = 0.0  # decay of the average that is validated and kept; 0: none
     steps: tuple[int, ...] = ()  # one is drawn for each batch, over the same horizon; empty: from 1 to the model's own
+    solvers: tuple[str, ...] = ()  # one is drawn for each batch; empty: the model's own
     beyond: float = 0.0  # a batch may go on beyond the horizon by up to this part of it, so that the end rests
     mixup: float = 0.0  # images mixed in pairs, in shares drawn from Beta(mixup, mixup); 0: none
     gradient: str = "backprop"  # one of GRADIENTS
@@ -188,6 +190,9 @@ class Recipe:
                 raise UsageError(f"{where} must be at least {least}, not {number}")
         if self.training.steps and min(self.training.steps) < 1:
             raise UsageError(f"training.steps must be numbers from 1 on, not {list(self.training.steps)}")
+        for solver in self.training.solvers:
+            if solver not in SOLVERS:
+                raise UsageError(f"training.solvers: {solver!r} is none of {', '.join(SOLVERS)}")
         if not 0 <= self.training.beyond <= 4:
             raise UsageError(f"training.beyond must be from 0 to 4, not {self.training.beyond}")
         if not 0 <= self.data.crop_pct <= 1:

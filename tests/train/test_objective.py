@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import bundle
@@ -53,6 +54,22 @@ def test_beyond_the_horizon_the_step_size_is_kept() -> None:
     drawn = [objective(steps=(2, 4), beyond=0.5).depth(step) for step in range(200)]
     assert {(reached, steps) for steps, _, reached in drawn} == {(2, 2), (2, 3), (4, 4), (4, 5), (4, 6)}
     assert all(horizon / steps == pytest.approx(4.0 / reached) for steps, horizon, reached in drawn)
+
+
+def test_the_solver_of_every_batch_is_drawn_and_followed() -> None:
+    assert {objective().solver(step) for step in range(20)} == {"euler"}
+    drawn = [objective(solvers=("euler", "ab2", "rk4")).solver(step) for step in range(60)]
+    assert set(drawn) == {"euler", "ab2", "rk4"} and drawn[:20] != drawn[20:40]
+    which = objective(solvers=("ab2",), steps=(3,))
+    *given, solver = which.prepare(Batch(PIXELS, LABELS, torch.arange(4), []), 0, 0)
+    assert solver == "ab2"
+    losses = {name: which.forward(*given, name)["cross_entropy"].item() for name in ("ab2", "euler")}
+    answers = {name: which.student(PIXELS, steps=3, solver=name) for name in losses}
+    smoothing = which.settings.label_smoothing
+    for name, loss in losses.items():
+        expected = F.cross_entropy(answers[name], LABELS, label_smoothing=smoothing).item()
+        assert loss == pytest.approx(expected, rel=1e-5)
+    assert losses["ab2"] != losses["euler"]
 
 
 def test_remembered_layers_are_the_same_for_every_number_of_steps(teacher: Teacher, tmp_path: Path) -> None:

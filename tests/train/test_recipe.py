@@ -61,6 +61,7 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         ("data.crop_pct=1.5", "from 0 to 1, not 1.5"),
         ("training.mixup=-1", "must be 0 or more, not -1"),
         ("training.beyond=-1", "from 0 to 4, not -1"),
+        ("training.solvers=['leapfrog']", "'leapfrog' is none of euler"),
         ("training.steps=[0,3]", r"numbers from 1 on, not \[0, 3\]"),
         ("stages=[{training={epochs=-1}}]", "training.epochs must be at least 1, not -1"),
         ("stages=[{trainning={epochs=1}}]", r"stages\[0\] has no section 'trainning'"),
