@@ -103,8 +103,8 @@ class Process:
     def logged(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines if line.startswith("{")]
 
-    def wait_ready(self, client: httpx.Client) -> None:
-        until(lambda: _ready(client, self.address), 60)
+    def waitready(self, client: httpx.Client) -> None:
+        until(lambda: ready(client, self.address), 60)
 
     def memory(self) -> int:
         return psutil.Process(self.process.pid).memory_info().rss
@@ -118,7 +118,7 @@ class Process:
         self.process.wait(10)
 
 
-def _ready(client: httpx.Client, address: str) -> bool:
+def ready(client: httpx.Client, address: str) -> bool:
     try:
         return client.get(f"{address}/v2/health/ready").status_code == 200
     except httpx.TransportError:

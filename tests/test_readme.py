@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 SKIPPED = {  # the start of a command -> why it is not run here
     "pip install": "changes the environment; tests/test_package.py installs the wheel",
+    "pip uninstall": "changes the environment",
     "pytest": "that is this",
     "npm --prefix demo/embed": "tests/demo/test_embed.py installs the packages and drives the page",
     "node demo/embed": "tests/demo/test_embed.py runs it with the packages installed",
@@ -132,6 +133,7 @@ def run(command: str, desk: Path) -> None:
     elif words[0] == "odevit-serve":
         done = CliRunner().invoke(app, words[1:])
     else:
+        assert "pip" not in words, f"{command}: the environment of the tests is not changed"
         shell = command.replace("curl ", "curl -sSf ").replace("python ", f"{shlex.quote(sys.executable)} ", 1)
         finished = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
         assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"

@@ -31,7 +31,7 @@ import numpy as np
 from camera import shots
 from conftest import tiny_folder
 from PIL import Image
-from servers import png, until
+from servers import png, ready, until
 
 from odevit_serve import bundle, cli
 from odevit_serve.bundle import read_config
@@ -192,7 +192,7 @@ def kill_serve(folder: Path, times: int, chance: random.Random) -> dict[str, Any
         assert child.poll() is None, log.read_text()
         address = log.read_text().split(" on ")[1].split()[0]
         with httpx.Client(timeout=PATIENCE) as client:
-            until(lambda c=client, a=address: c.get(f"{a}/v2/health/ready").is_success, PATIENCE)  # type: ignore[misc]
+            until(lambda c=client, a=address: ready(c, a), PATIENCE)  # type: ignore[misc]
         counted: list[int] = []
         asking = threading.Thread(target=_ask, args=(address, bodies, counted))
         asking.start()

@@ -130,12 +130,13 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, or one sentence about why not."""
+    """A socket on which clients wait until they are served, or one sentence about why not."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     own = socket.socket(family, socket.SOCK_STREAM)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         own.bind((host, port))
+        own.listen(2048)
     except OSError as error:
         own.close()
         raise UserError(f"cannot listen on {host}:{port} ({error.strerror or error}): try another --port") from None
