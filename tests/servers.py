@@ -103,7 +103,7 @@ class Process:
     def logged(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines if line.startswith("{")]
 
-    def waitready(self, client: httpx.Client) -> None:
+    def wait_ready(self, client: httpx.Client) -> None:
         until(lambda: ready(client, self.address), 60)
 
     def memory(self) -> int:
