@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,22 @@ def convert(graph: onnx.ModelProto, source: Path, target: Path) -> None:
     ov.save_model(model, target, compress_to_fp16=False)  # precision is that of the graph
 
 
+def compiled(path: Path) -> Any:
+    """The file on the CPU.
+
+    In a thread that ends at once: OpenVINO gives the thread that compiles another stack for signals, and after the
+    first of two models is gone, that of the second is memory which is gone, too. The next signal would end the process.
+    """
+    core = library().Core()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(core.compile_model, path, "CPU", F32).result()
+
+
 class Compiled:
     """A file of this format on the CPU, called as a session of onnxruntime is."""
 
     def __init__(self, path: Path):
-        self.model = library().Core().compile_model(path, "CPU", F32)
+        self.model = compiled(path)
         self.names = [output.any_name for output in self.model.outputs]
 
     def run(self, names: Sequence[str] | None, feed: dict[str, Array]) -> list[Array]:
