@@ -126,6 +126,22 @@ def spread(numbers: Numbers) -> Figure:
     return figure
 
 
+def boundary(numbers: Numbers) -> Figure:
+    """The exponent toward the nearest boundary and the Lyapunov times passed, after each step: median, 10% to 90%."""
+    figure, all_axes = _figure(2, 3.4)
+    rows = numbers["boundary"]["steps"]
+    steps = [row["step"] for row in rows]
+    labels = {"exponent": "exponent toward the boundary, 1 / time", "times": "Lyapunov times passed"}
+    for axes, (name, label) in zip(all_axes, labels.items()):
+        low, middle, high = zip(*(row[name] for row in rows))
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.2)
+        axes.plot(steps, middle, color=BLUE, marker="o", markersize=4)
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xticks(steps)
+        axes.set(xlabel="step", ylabel=label)
+    return figure
+
+
 def distance(numbers: Numbers) -> Figure:
     """Fig. 4 and 10: how far the student ends from the teacher, by who is right."""
     figure, (left, middle) = _figure(2)
@@ -287,6 +303,7 @@ DRAWN: dict[str, tuple[str, Callable[..., Figure | None]]] = {  # file name -> s
     "steps": ("depth", curves),
     "exponents-by-class": ("stability", classes),
     "exponents-by-image": ("stability", spread),
+    "exponent-over-time": ("stability", boundary),
     "distance-to-teacher": ("distance", distance),
     "bound": ("steepness", steepness),
     "exit-rules": ("exits", exits),

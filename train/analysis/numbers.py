@@ -120,7 +120,29 @@ def stability(
         found["right"] = (~wrong).tolist()
         found["full"] = {"accuracy": _share(~wrong), "steps": answers.shape[1]}
     found["agreement_of_kinds"] = correlation(kinds["maximal"], kinds["free"]).to_dict()
+    found["boundary"] = toward_boundary(trajectory["exponent"], answers, step_size)
     return found
+
+
+def toward_boundary(exponents: Floats, answers: np.ndarray, step_size: float) -> Numbers:
+    """The exponent toward the nearest boundary after each step [B,N], and the Lyapunov times passed until then.
+
+    A Lyapunov time is passed when `h * max(exponent, 0)` adds up to 1. The last step has no later answer to tell.
+    """
+    passed = np.cumsum(step_size * np.maximum(exponents, 0), 1)
+    steps = []
+    for i in range(exponents.shape[1]):
+        changes = answers[:, i] != answers[:, -1]
+        steps.append(
+            {
+                "step": i + 1,
+                "exponent": np.nanquantile(exponents[:, i], (0.1, 0.5, 0.9)).tolist(),
+                "positive": _share(exponents[:, i] > 0),
+                "times": np.nanquantile(passed[:, i], (0.1, 0.5, 0.9)).tolist(),
+                "auroc_of_change": auroc(exponents[:, i], changes).to_dict() if i + 1 < exponents.shape[1] else None,
+            }
+        )
+    return {"steps": steps}
 
 
 def by_class(values: Floats, right: np.ndarray, labels: np.ndarray, names: Sequence[str]) -> list[Numbers]:

@@ -95,7 +95,21 @@ def _stability(n: Numbers) -> tuple[list[str], str]:
             f"Stopping every image at its Lyapunov time (maximal) would leave {percent(once['accuracy'])} of "
             f"{percent(n['full']['accuracy'])} accuracy at {once['mean_steps']:.1f} of {n['full']['steps']} steps."
         )
-    return said, table(head, rows)
+    first, last = n["boundary"]["steps"][0], n["boundary"]["steps"][-1]
+    said.append(
+        f"Toward the nearest boundary the exponent is positive for {percent(first['positive'], 0)} of images after the "
+        f"first step and {percent(last['positive'], 0)} after the last; the median image has passed "
+        f"{last['times'][1]:.2f} Lyapunov times by then."
+    )
+    return said, table(head, rows) + table(
+        ("after step", "exponent toward the boundary (10%, median, 90%)", "positive", "Lyapunov times passed (median)",
+         "AUROC of a later change"),
+        [
+            (str(row["step"]), ", ".join(f"{value:.2f}" for value in row["exponent"]), percent(row["positive"], 0),
+             f"{row['times'][1]:.2f}", estimate(row["auroc_of_change"]))
+            for row in n["boundary"]["steps"]
+        ],
+    )  # fmt: skip
 
 
 def _distance(n: Numbers) -> tuple[list[str], str]:
@@ -222,7 +236,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Numbers], tuple[list[str], str]]]]
         "Lyapunov exponents",
         "How fast nearby states move apart along an image's trajectory. The maximal exponent carries a random "
         "direction along by the derivative of the integrator, over this horizon only; the free one is the growth of "
-        "the velocity. Positive: they part. Numbers in brackets are 95% confidence intervals; AUROC 0.5 is chance.",
+        "the velocity. Positive: they part. The last figure has the exponent toward the nearest decision boundary, by "
+        "which integration ends early, and the Lyapunov times it adds up to. Numbers in brackets are 95% confidence intervals; AUROC 0.5 is chance.",
         _stability,
     ),
     "distance": (

@@ -46,7 +46,9 @@ def test_exponents_that_tell_errors_apart() -> None:
     logits = np.stack([onehot(final)] * 4, 1) * np.where(right, 5.0, 1.0)[:, None, None]
     values = np.where(right, 0.1, 0.9)[:, None]
     speed = np.exp(values * np.arange(4))
-    got = sections.stability(values, {"logits": logits, "speed": speed}, 1.0, labels, ["a", "b", "c"])
+    got = sections.stability(
+        values, {"logits": logits, "speed": speed, "exponent": speed}, 1.0, labels, ["a", "b", "c"]
+    )
     for kind in got["kinds"].values():
         assert kind["auroc_of_error"]["value"] == 1
         assert kind["correlation_with_right"]["value"] == pytest.approx(-1)
@@ -56,8 +58,20 @@ def test_exponents_that_tell_errors_apart() -> None:
         assert means["c"] == (pytest.approx(0.8), pytest.approx(0.26))
     assert got["auroc_of_doubt"]["value"] == 1
     assert got["full"]["accuracy"] == right.mean()
-    without = sections.stability(values, {"logits": logits, "speed": speed}, 1.0, None, [])
+    without = sections.stability(values, {"logits": logits, "speed": speed, "exponent": speed}, 1.0, None, [])
     assert "auroc_of_error" not in without["kinds"]["free"]
+
+
+def test_the_exponent_toward_the_boundary_over_time() -> None:
+    """Four images, three steps of 0.5: those with the larger exponent after the first step change their answer."""
+    exponents = np.array([[2.0, -1.0, 1.0], [4.0, 1.0, 1.0], [-2.0, -1.0, -1.0], [0.5, 0.5, 0.5]])
+    answers = np.array([[1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]])
+    first, second, last = sections.toward_boundary(exponents, answers, 0.5)["steps"]
+    assert (first["positive"], second["positive"], last["positive"]) == (0.75, 0.5, 0.75)
+    assert first["auroc_of_change"]["value"] == second["auroc_of_change"]["value"] == 1
+    assert last["auroc_of_change"] is None
+    assert first["exponent"][1] == 1.25
+    assert last["times"][1] == pytest.approx(np.median([1.5, 3.0, 0.0, 0.75]))
 
 
 def test_depth_counts_and_recommends() -> None:
