@@ -237,7 +237,8 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Numbers], tuple[list[str], str]]]]
         "How fast nearby states move apart along an image's trajectory. The maximal exponent carries a random "
         "direction along by the derivative of the integrator, over this horizon only; the free one is the growth of "
         "the velocity. Positive: they part. The last figure has the exponent toward the nearest decision boundary, by "
-        "which integration ends early, and the Lyapunov times it adds up to. Numbers in brackets are 95% confidence intervals; AUROC 0.5 is chance.",
+        "which integration ends early, and the Lyapunov times it adds up to. Numbers in brackets are 95% confidence "
+        "intervals; AUROC 0.5 is chance.",
         _stability,
     ),
     "distance": (
