@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 EMBED = Path(__file__).resolve().parents[2] / "demo" / "embed"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "odevit-serve"
 FORMATS = ("onnx", "onnx-adaptive")
+HEADERS = "libonnxruntime-dev_1.21.0+dfsg-1_amd64.deb"  # of Debian 13: 85 kB, and any later library serves them
 SHAPES = ((40, 30), (17, 33), (301, 200), (16, 16), (50, 90), (9, 12))
 
 
@@ -35,8 +39,7 @@ def node_modules() -> Path:
     """The packages of demo/embed/package.json, in a folder that outlives the test run."""
     if shutil.which("npm") is None:
         pytest.skip("needs npm")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    home = Path(os.environ.get("ODEVIT_NODE_MODULES") or cache / "odevit-serve" / "node")
+    home = Path(os.environ.get("ODEVIT_NODE_MODULES") or CACHE / "node")
     wanted = (EMBED / "package.json").read_text()
     stamp = home / "package.json"
     if not stamp.is_file() or stamp.read_text() != wanted:
@@ -133,6 +136,91 @@ def test_node(
     answers = lines(["node", application / "node" / "predict.mjs", exported(kind)], pictures)
     for picture, answer in zip(pictures, answers, strict=True):
         check(exported(kind), tiny_bundle, picture, answer)
+
+
+@pytest.fixture(scope="module")
+def headers() -> Path:
+    """The folder of onnxruntime_c_api.h: that of the system, else from Debian's package, kept for the next test run."""
+    system = Path("/usr/include/onnxruntime")
+    if (system / "onnxruntime_c_api.h").is_file():
+        return system
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        pytest.skip("needs onnxruntime's headers, or apt to get them")
+    home = CACHE / HEADERS
+    if not home.is_dir():
+        words = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
+        listed = subprocess.run(words, capture_output=True, text=True).stdout.split()
+        mirrors = [address for address in listed if address.endswith("/debian/")]
+        if not mirrors:
+            pytest.skip("needs onnxruntime's headers, or a mirror of Debian")
+        home.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix="headers-", dir=home.parent))
+        try:
+            with urllib.request.urlopen(f"{mirrors[0]}pool/main/o/onnxruntime/{HEADERS}", timeout=30) as answer:
+                (scratch / HEADERS).write_bytes(answer.read())
+        except (urllib.error.URLError, TimeoutError) as error:
+            pytest.skip(f"needs onnxruntime's headers, and {HEADERS} is not available: {error}")
+        subprocess.run(["dpkg-deb", "-x", scratch / HEADERS, scratch], check=True)
+        scratch.replace(home)
+    return home / "usr/include/onnxruntime"
+
+
+@pytest.fixture(scope="module")
+def program(headers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example in C, compiled against the headers and linked with the library of the onnxruntime wheel."""
+    import onnxruntime
+
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path_factory.mktemp("c")
+    [library] = (Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*")
+    for name in ("libonnxruntime.so", "libonnxruntime.so.1"):  # what the linker and the loader look for
+        (folder / name).symlink_to(library)
+    words = [compiler, "-std=c99", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{headers}", EMBED / "c" / "predict.c"]
+    words += ["-o", folder / "predict", f"-L{folder}", "-lonnxruntime", "-lm", f"-Wl,-rpath,{folder}"]
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "predict"
+
+
+def as_ppm(picture: Path, folder: Path) -> Path:
+    target = folder / f"{picture.stem}.ppm"
+    Image.open(picture).save(target)
+    return target
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_c(
+    kind: str,
+    program: Path,
+    exported: Callable[[str], Path],
+    tiny_bundle: Path,
+    pictures: list[Path],
+    tmp_path: Path,
+) -> None:
+    decoded = [as_ppm(picture, tmp_path) for picture in pictures]
+    answers = lines([program, exported(kind)], decoded)
+    for picture, answer in zip(pictures, answers, strict=True):
+        check(exported(kind), tiny_bundle, picture, answer)
+    if kind == "onnx-adaptive":
+        assert len({answer["steps"] for answer in answers}) > 1
+        assert {answer["steps"] for answer in lines([program, "--max-steps", "1", exported(kind)], decoded)} == {1}
+
+
+def test_c_says_what_is_wrong(
+    program: Path, exported: Callable[[str], Path], pictures: list[Path], tmp_path: Path
+) -> None:
+    short = as_ppm(pictures[0], tmp_path)
+    short.write_bytes(b"P6 # a comment\n40 30\n255\n" + bytes(40 * 30 * 3 - 1))
+    for words, said in (
+        ([], "usage: predict [--max-steps N] MODEL.onnx PICTURE.ppm..."),
+        ([exported("onnx"), pictures[0]], f"{pictures[0]}: is not a binary PPM file"),
+        ([exported("onnx"), tmp_path / "none.ppm"], f"{tmp_path / 'none.ppm'}: cannot be opened"),
+        ([exported("onnx"), short], f"{short}: is cut short"),
+    ):
+        done = subprocess.run([program, *map(str, words)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr.strip()) == (1, said)
 
 
 def test_pictures_become_the_same_pixels_in_javascript(application: Path, tmp_path: Path) -> None:
