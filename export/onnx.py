@@ -7,7 +7,7 @@ a piece is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,8 @@ def assemble(
     for name, value in (constants or {}).items():
         graph.initializer.append(numpy_helper.from_array(value, name))
     _place(graph, pieces, stored, "batch")
+    _drop(graph)
+    _sink(graph)
     _settle(graph)
     replace(model.opset_import, [onnx.helper.make_opsetid("", OPSET)])
     clean(model)
@@ -104,12 +106,69 @@ def _place(
     replace(graph.node, nodes)
 
 
+def _reads(node: onnx.NodeProto) -> set[str]:
+    """The values that a node reads, by itself or in the graphs inside it."""
+    inside = {name for inner in subgraphs(node) for name in _read(inner)}
+    return {*node.input, *inside}
+
+
+def _read(graph: onnx.GraphProto) -> set[str]:
+    return {value.name for value in graph.output}.union(*(_reads(node) for node in graph.node))
+
+
+def _drop(graph: onnx.GraphProto) -> None:
+    """Leave out nodes and weights that nobody reads, such as numbers of a step that no rule of this graph looks at."""
+    needed, kept = {value.name for value in graph.output}, list[onnx.NodeProto]()
+    for node in reversed(graph.node):
+        if needed & set(node.output):
+            for inner in subgraphs(node):
+                _drop(inner)
+            needed |= _reads(node)
+            kept.append(node)
+    _keep(graph, [*reversed(kept)])
+    needed |= {value.name for value in graph.input}
+    replace(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in needed])
+
+
+def _keep(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto]) -> list[onnx.ValueInfoProto]:
+    """Leave only these nodes in the graph, and the shapes of what they make; gives the shapes that went."""
+    made = {name for node in nodes for name in node.output}
+    replace(graph.node, nodes)
+    gone = [value for value in graph.value_info if value.name not in made]
+    replace(graph.value_info, [value for value in graph.value_info if value.name in made])
+    return gone
+
+
+def _sink(graph: onnx.GraphProto) -> None:
+    """Move nodes that only one branch of an If reads into that branch, so that they run when it is taken."""
+    for node in graph.node:
+        for inner in subgraphs(node):
+            _sink(inner)
+    for made in [node.output[0] for node in graph.node if node.op_type == "If"]:
+        for number in range(2):
+            node = next(node for node in graph.node if made in node.output)
+            branches = list(subgraphs(node))
+            branch = branches.pop(number)
+            needed = {value.name for value in graph.output}.union(node.input, _read(branches[0]))
+            kept, moving = list[onnx.NodeProto](), list[onnx.NodeProto]()
+            for other in reversed(graph.node):
+                if made in other.output:
+                    kept.append(other)
+                elif needed & set(other.output):
+                    kept.append(other)
+                    needed |= _reads(other)
+                else:
+                    moving.append(other)
+            replace(branch.node, [*reversed(moving), *branch.node])
+            branch.value_info.extend(_keep(graph, [*reversed(kept)]))
+
+
 def _settle(graph: onnx.GraphProto) -> None:
     """Move weights that only a loop reads into its body: onnxruntime lays out convolutions only where it sees them."""
     for node in graph.node:
         for inner in subgraphs(node):
             outside = {name for other in graph.node for name in other.input} | {v.name for v in graph.input}
-            inside = {name for other in inner.node for name in other.input}
+            inside = _read(inner)
             moving = [t for t in graph.initializer if t.name in inside and t.name not in outside]
             inner.initializer.extend(moving)
             kept = {t.name for t in moving}

@@ -95,8 +95,8 @@ def tables(config: Config) -> dict[str, np.ndarray[Any, Any]]:
         "travel": np.maximum(travel[1:], TINY),
         "threshold": np.array(policy.threshold if runs else np.inf),
         "step_size": np.array([own.step_size]),
-        "step_size_now": np.array(own.step_size),
         **({"tolerance": np.array([own.tolerance])} if own.tolerance else {}),
+        ("step_size_now" if own.tolerance else "size_now"): np.array(own.step_size),
         "nothing": np.array(0.0),
         "infinity": np.array(np.inf),
         "lyapunov": np.array(np.inf if policy.lyapunov is None or not runs else policy.lyapunov),
@@ -132,7 +132,9 @@ def text(config: Config, rows: int, compact: bool = True) -> str:
         state_0 = piece.Stem (pixel_values)
         batch_size = Shape <start = 0, end = 1> (pixel_values)
         limit = Min (max_steps, steps_in_all)
-        limited = Less (threshold, infinity)
+        adapts = Less (threshold, infinity)
+        has_bound = Less (lyapunov, infinity)
+        limited = And (adapts, has_bound)
         {_all_rows(compact)}
         passed_0 = ConstantOfShape (batch_size)
         answer_shape = Concat <axis = 0> (batch_size, classes)
@@ -148,11 +150,12 @@ def text(config: Config, rows: int, compact: bool = True) -> str:
             {goes}float[{answers}] logits_out, int64[batch] steps_out, int64[batch] reason_out
         ) {{
             size = Shape (rows)
-            step_sizes = Expand (step_size, size)
             number = Add (index, one)
             numbers = Expand (number, size)
             {SIZED if sized else UNIFORM}
-            {RULE}
+            {EARLY}
+            {BOUND if compact else ALWAYS_BOUND}
+            {DECISION}
             {COMPACTION if compact else MASKING}
             {(SIZED_COMPACTION if compact else SIZED_MASKING) if sized else ""}
         }}>
@@ -178,13 +181,13 @@ def _all_rows(compact: bool) -> str:
 
 # A step, and of each row or of all: its size, the travel that is left, and whether it is the last.
 UNIFORM = """
-            next_state, answer, margin, gain, exponent, speed, cls_speed = piece.Step (state, step_sizes)
-            size_now = Identity (step_size_now)
+            next_state, answer, margin, gain, exponent, speed, cls_speed = piece.Step (state, step_size)
             travel_now = Gather (travel, index)
             is_whole = GreaterOrEqual (number, steps_in_all)
             out_of_steps = GreaterOrEqual (number, limit)"""
 
 SIZED = """
+            step_sizes = Expand (step_size, size)
             steps_left = Sub (steps_in_all, position)
             steps_left_real = Cast <to = 1> (steps_left)
             time_left = Mul (steps_left_real, step_size_now)
@@ -211,16 +214,41 @@ SIZED_MASKING = """
             position_out = Min (position_now, steps_in_all)"""
 
 # `exits` and `reason` of each row after this step, as `exits.decide` has them.
-RULE = """
+EARLY = """
             score = piece.Score (margin, gain, exponent, speed, answer, travel_now, size_now)
-            is_early = GreaterOrEqual (score, threshold)
+            is_early = GreaterOrEqual (score, threshold)"""
 
+# The limit on Lyapunov times decides only where the rule has not and steps are left. Elsewhere the exponent, which
+# costs up to a tenth of a step, is not computed: `assemble` moves its nodes into the branch.
+BOUND = """
+            is_settled = Or (is_early, is_whole)
+            is_open = Not (is_settled)
+            marks_open = Cast <to = 6> (is_open)
+            mark_open = ReduceMax <keepdims = 0> (marks_open)
+            some_open = Cast <to = 9> (mark_open)
+            asked = And (some_open, limited)
+            passed_now, is_past = If (asked) <
+                then_branch = bounded () => (float[active] passed_then, bool[active] past_then) {
+                    growing = Max (exponent, nothing)
+                    grown = Mul (growing, size_now)
+                    passed_then = Add (passed, grown)
+                    past_then = GreaterOrEqual (passed_then, lyapunov)
+                },
+                else_branch = unbounded () => (float[active] passed_else, bool[active] past_else) {
+                    passed_else = Identity (passed)
+                    past_else = Less (passed, nothing)
+                }
+            >"""
+
+# The same for all rows at every step.
+ALWAYS_BOUND = """
             growing = Max (exponent, nothing)
             grown = Mul (growing, size_now)
             passed_now = Add (passed, grown)
             reached = GreaterOrEqual (passed_now, lyapunov)
-            is_past = And (reached, limited)
+            is_past = And (reached, limited)"""
 
+DECISION = """
             not_by_rule = Where (is_past, lyapunov_time, budget)
             before_end = Where (is_early, early, not_by_rule)
             reason = Where (is_whole, horizon, before_end)

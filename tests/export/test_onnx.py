@@ -56,3 +56,28 @@ def test_values_of_a_graph_add_and_multiply() -> None:
     x, y = np.array([[1.0, 2.0]], np.float32), np.array([[5.0]], np.float32)
     (found,) = onnxruntime.InferenceSession(made.SerializeToString()).run(None, {"a": x, "b": y})
     np.testing.assert_allclose(found, (2 * x + x * y - 1) / (y + 3))
+
+
+def test_what_only_one_branch_reads_is_computed_there_and_what_nobody_reads_is_left_out() -> None:
+    text = """branches (float[n] a, bool asked) => (float[n] e) {
+        b = Exp (a)
+        c = Neg (b)
+        d = Mul (c, c)
+        unread = Sin (b)
+        more = Add (unread, weight)
+        kept = Tanh (a)
+        e = If (asked) <
+            then_branch = yes () => (float[n] then) { then = Add (d, kept) },
+            else_branch = no () => (float[n] otherwise) { otherwise = Abs (kept) }
+        >
+    }"""
+    made = assemble(text, {}, {"weight": np.ones(2, np.float32)})
+    onnx.checker.check_model(made, full_check=True)
+    assert [node.op_type for node in made.graph.node] == ["Tanh", "If"]
+    assert not made.graph.initializer
+    branches = {a.name: [node.op_type for node in a.g.node] for a in made.graph.node[1].attribute}
+    assert branches == {"then_branch": ["Exp", "Neg", "Mul", "Add"], "else_branch": ["Abs"]}
+    session, a = onnxruntime.InferenceSession(made.SerializeToString()), np.array([-1.0, 2.0], np.float32)
+    for asked, wanted in ((True, np.exp(a) ** 2 + np.tanh(a)), (False, np.abs(np.tanh(a)))):
+        found = session.run(None, {"a": a, "asked": np.array(asked)})[0]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)

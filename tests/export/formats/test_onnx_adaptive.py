@@ -121,6 +121,16 @@ def test_same_with_budgets_thresholds_and_the_lyapunov_limit(
         assert exits.ExitReason.BUDGET in found["exit_reason"]
 
 
+@pytest.mark.parametrize(("rule", "inside"), [("travel", False), ("drift", False), ("contraction", True)])
+def test_the_exponent_is_computed_only_where_it_can_decide(tiny_bundle: Path, rule: str, inside: bool) -> None:
+    """It is the one reading with an Erf; the rule `contraction` reads it at every step."""
+    graph = adaptive_graph(parts(tiny_bundle), changed(tiny_bundle, rule=rule)).graph
+    [body] = [a.g for node in graph.node if node.op_type == "Loop" for a in node.attribute if a.name == "body"]
+    assert any(node.op_type == "Erf" for node in body.node) == inside
+    branches = [a.g for node in body.node if node.op_type == "If" for a in node.attribute]
+    assert any(node.op_type == "Erf" for branch in branches for node in branch.node) != inside
+
+
 def test_a_solver_with_memory(tiny_bundles: Callable[..., Path]) -> None:
     folder = tiny_bundles(solver="ab2", splitting="strang", attention="l2")
     same(run(session(folder), IMAGES), runtime(folder, bundle.read_config(folder), IMAGES))
