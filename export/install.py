@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError, UserError
+from ..files import replace
 
 if TYPE_CHECKING:
     from .job import Job
@@ -32,12 +33,12 @@ def refuse_existing(job: Job) -> None:
 
 
 def move(made: Path, target: Path, scratch: Path) -> None:
-    """Move a finished file or folder into place, in one step each."""
+    """Move a finished file or folder into place, in one step each, when it is on the disk."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_dir():  # a folder cannot be replaced by a rename: the old one steps aside first
             os.rename(target, scratch / f"old-{target.name}")
-        os.replace(made, target)
+        replace(made, target)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from None
 

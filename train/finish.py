@@ -6,7 +6,6 @@ It is measured on the photographs that calibrate: they neither trained the model
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 import time
@@ -20,6 +19,7 @@ import torch
 from .. import bundle
 from ..data.datasets import Images
 from ..errors import UserError
+from ..files import replace
 from ..guarantee.calibrate import calibrate, images_needed, measuring, upper_bound
 from ..model_card import write_card
 from ..runtime.model import BundleModel, load_bundle
@@ -166,7 +166,7 @@ def _install(made: Path, folder: Path) -> None:
         (folder / bundle.CONFIG).unlink(missing_ok=True)
         for name in FILES:
             if (made / name).is_file():
-                os.replace(made / name, folder / name)
+                replace(made / name, folder / name)
             else:
                 (folder / name).unlink(missing_ok=True)
         shutil.rmtree(made, ignore_errors=True)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from .. import __version__, bundle
 from ..data.datasets import Images, divide, open_splits
 from ..errors import UsageError
-from ..files import atomic
+from ..files import atomic, clear
 from ..model_card import write_card
 from .batches import PictureDataset, loader
 from .curves import draw_curves
@@ -54,8 +54,10 @@ def train(recipe: Recipe, folder: Path, say: Say) -> Path:
         say = silent
     folder.mkdir(parents=True, exist_ok=True)
     if machine.is_main_process:
+        clear(folder)  # of a run that was killed and is resumed
         with atomic(folder / "recipe.json") as scratch:
             scratch.write_text(json.dumps(recipe.to_dict(), indent=2) + "\n")
+    machine.wait_for_everyone()
     if not recipe.stages:
         return train_stage(Run(recipe, recipe, folder, folder, machine, say))
     made, hours = folder / "bundle", 0.0

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from .. import bundle
 from ..bundle import Architecture, Preprocessing
 from ..errors import UsageError, UserError
-from ..files import atomic
+from ..files import PART, atomic
 from .class_names import class_rows
 from .model import ODEViT
 from .recipe import Teaching
@@ -360,10 +361,11 @@ class TeacherCache:
     """
 
     def __init__(self, folder: Path, key: object, images: int, views: int, layers: int, width: int, classes: int):
-        name = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        rows = images * views
+        whole = [key, rows, layers, width, classes]  # arrays of another shape are other files, too
+        name = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.folder, self.images = folder / name, images
         self.folder.mkdir(parents=True, exist_ok=True)
-        rows = images * views
         self.known = self._array("known", (rows,), np.bool_)
         self.cls = self._array("cls", (rows, layers, width), np.float16)
         self.logits = self._array("logits", (rows, classes), np.float32)
@@ -372,11 +374,21 @@ class TeacherCache:
         """A file of zeros where there is none yet; of several processes that ask at once, one makes it."""
         path = self.folder / f"{name}.npy"
         if not path.exists():
-            scratch = path.with_name(f".{name}.{os.getpid()}")
-            np.lib.format.open_memmap(scratch, mode="w+", dtype=dtype, shape=shape)
-            with contextlib.suppress(FileExistsError):
-                os.link(scratch, path)
-            scratch.unlink()
+            scratch = path.with_name(f".{name}.{os.getpid()}{PART}")
+            try:
+                np.lib.format.open_memmap(scratch, mode="w+", dtype=dtype, shape=shape)
+                if hasattr(os, "posix_fallocate"):  # a disk that is full later would end the process without a word
+                    with scratch.open("rb+") as file:
+                        os.posix_fallocate(file.fileno(), 0, scratch.stat().st_size)
+                with contextlib.suppress(FileExistsError):
+                    os.link(scratch, path)
+            except OSError as error:
+                size = math.prod(shape) * np.dtype(dtype).itemsize
+                raise UserError(
+                    f"{path} could not be written: the teacher's answers take {size:,} bytes ({error.strerror})"
+                ) from None
+            finally:
+                scratch.unlink(missing_ok=True)
         return np.lib.format.open_memmap(path, mode="r+")
 
     def answer(self, rows: Tensor, view: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

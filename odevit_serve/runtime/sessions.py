@@ -276,7 +276,9 @@ class Graphs:
     @cached_property
     def attention(self) -> onnxruntime.InferenceSession:
         """Opened when a map is first asked for."""
-        return self._open(bundle.ATTENTION, self.threads)
+        session = self._open(bundle.ATTENTION, self.threads)
+        self._check_weights(bundle.ATTENTION, session.get_modelmeta().custom_metadata_map.get("weights", ""))
+        return session
 
     def maps(self, states: np.ndarray) -> np.ndarray:
         """How much CLS looks at each patch in the states [B,S*,D]: [B,heads,patches]."""

@@ -51,6 +51,19 @@ def test_missing_and_damaged_parts(copy: Path, name: str) -> None:
         use()
 
 
+@pytest.mark.parametrize("name", [bundle.STEM, bundle.STEP, bundle.ATTENTION])
+def test_a_part_of_other_weights_is_refused(copy: Path, name: str) -> None:
+    """As after a training run that went on: the graphs would answer for a model that is no longer there."""
+    import onnx
+
+    model = onnx.load(copy / name)
+    (entry,) = (entry for entry in model.metadata_props if entry.key == "weights")
+    entry.value = "0" * 64
+    onnx.save(model, copy / name)
+    with pytest.raises(UserError, match=f"{name} was made from other weights than those in model.safetensors: run "):
+        graphs(copy).maps(np.zeros((1, 19, 24), np.float32))
+
+
 def test_parts_that_do_not_fit(copy: Path) -> None:
     shutil.copy(copy / bundle.STEM, copy / bundle.STEP)
     with pytest.raises(UserError, match=r"is no ODE-ViT step\.onnx of this version: its inputs are pixel_values"):

@@ -28,9 +28,11 @@ from odevit_serve import cli
 from odevit_serve.bundle import Preprocessing, read_config
 from odevit_serve.train import loop
 from odevit_serve.train.batches import PictureDataset
+from odevit_serve.train.loop import accelerator
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.recipe import GRADIENTS, read_recipe
-from odevit_serve.train.run import read_data
+from odevit_serve.train.run import Run, read_data, remember
+from odevit_serve.train.teacher import load_teacher
 from odevit_serve.train.warm_start import missed
 
 SMALL = [
@@ -435,6 +437,43 @@ def test_another_seed_shows_other_views_and_sets_the_same_images_aside(data: Pat
     assert one[1].names != three[1].names
     first, second = (PictureDataset(one[0], Preprocessing((3, 16, 16)), "crop-flip", seed) for seed in (0, 1))
     assert any(not torch.equal(first[row][0], second[row][0]) for row in range(8))
+
+
+def test_answers_are_remembered_apart_by_all_that_decides_them(data: Path, teacher: Path, tmp_path: Path) -> None:
+    """Each of these once took the answers that were made for another."""
+    state = load_file(teacher)
+    save_file({**state, "norm.bias": state["norm.bias"] + 0.1}, tmp_path / "other.safetensors")
+    small = [text for text in SMALL if "=" in text and "augment" not in text]
+    asked = [*small, f"data.source='{data}'", f"teacher.weights='{teacher}'", "data.limit=100", "teacher.views=2"]
+
+    def folder(*more: str, times: tuple[int, ...] = (1, 3)) -> str:
+        recipe = read_recipe(None, [*asked, *more])
+        learning, _ = read_data(recipe)
+        config = recipe.model(3, learning.classes)
+        run = Run(recipe, recipe, tmp_path, tmp_path, accelerator(), print)
+        own = load_teacher(recipe.teacher, config.architecture)
+        cache, _ = remember(run, own, dict.fromkeys(times, 4.0), learning, config)
+        assert cache is not None
+        return cache.folder.name
+
+    others = [
+        "data.augment='flip'", "data.augment='none'", "training.seed=1", "data.seed=1", "data.limit=99",
+        "teacher.weights='" + str(tmp_path / "other.safetensors") + "'", "teacher.image_size=32", "teacher.views=3",
+        "data.crop_pct=0.9", "architecture.image_size=32",
+    ]  # fmt: skip
+    found = [folder(), *(folder(other) for other in others), folder(times=(2, 3)), folder(times=(1, 2, 3))]
+    assert len(set(found)) == len(found)
+    assert folder("training.lr=1.0", "training.epochs=7") == found[0]
+
+
+def test_what_a_killed_run_left_is_gone_when_it_is_resumed(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command("train", data, *SMALL, "--epochs", "1", "-o", run)
+    left = run / "bundle" / ".model.safetensors.abc.part"
+    left.write_bytes(b"half")
+    command("train", "--resume", run)
+    assert not left.exists()
+    assert (run / "last.pt").exists()
 
 
 def test_a_start_from_a_smaller_bundle_keeps_what_it_knows(data: Path, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -277,6 +279,29 @@ def test_the_cache_asks_the_teacher_once_for_each_view_of_the_same_key(tmp_path:
     assert opened({"teacher": "a"}).answer(rows, 1, compute)[0][1, 0, 0] == 1.0
     assert calls == 2
     assert opened({"teacher": "b"}).answer(rows, 1, compute)[0][1, 0, 0] == 3.0  # of the same shape, and not the same
+
+
+def test_the_cache_of_more_views_is_another(tmp_path: Path) -> None:
+    """A later stage may remember more views: the arrays of the first have no place for them."""
+    rows = torch.tensor([1])
+    for views in (1, 3):
+        cache = TeacherCache(tmp_path, "same", images=2, views=views, layers=1, width=4, classes=3)
+        cls, _ = cache.answer(rows, views - 1, lambda: (torch.ones(1, 1, 4), torch.ones(1, 3)))
+        assert cls.shape == (1, 1, 4)
+
+
+def test_a_disk_without_room_for_the_answers_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are mapped into memory: a disk that fills up while they are written to ends the process by a signal."""
+
+    def full(handle: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"take 12 bytes \(No space left on device\)"):
+        TeacherCache(tmp_path, "key", images=6, views=2, layers=1, width=4, classes=3)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @torch.no_grad()

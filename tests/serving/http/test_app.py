@@ -205,6 +205,11 @@ def test_an_error_is_of_bounded_size(client: httpx.Client, path: str, name: str)
     assert 0 < len(answer.json()["error"]) < 500
 
 
+def test_keys_are_counted_before_they_are_checked(client: httpx.Client) -> None:
+    body = {f"k{i}": 1 for i in range(33)}
+    assert client.post("/v1/predict", json=body).json()["error"] == "the JSON object has 33 keys, 32 are allowed"
+
+
 def test_a_hostile_list_costs_no_memory_and_no_time(client: httpx.Client) -> None:
     """It took 1.1 GB and 3 s, in which nobody else was answered."""
     body = b'{"images": [' + b"1," * 1_000_000 + b"1]}"
