@@ -91,6 +91,22 @@ def test_mistyped_commands_get_a_proposal_and_code_2() -> None:
     assert "Did you mean 'predict'" in done.output
 
 
+INTERRUPTED = """
+import runpy, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "odevit_serve.cli.info":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder())
+runpy.run_module("odevit_serve", run_name="__main__")
+"""
+
+
+def test_an_interruption_while_commands_are_imported_is_one_word() -> None:
+    done = python(INTERRUPTED)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "interrupted\n", "")
+
+
 def test_tracebacks_only_with_debug() -> None:
     call = (
         "import sys; sys.argv = ['odevit-serve', 'info', 'no-such-model'{}]; from odevit_serve.cli import main; main()"

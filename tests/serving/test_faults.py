@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import gc
 import io
+import math
 import random
 import signal
 import socket
@@ -354,8 +355,10 @@ def test_a_gigabyte_is_enough_with_all_decoders_busy(tiny_bundle: Path) -> None:
     """Transparent pictures of the largest size that is taken, two at a time: they took 24 bytes a pixel."""
     from PIL import Image
 
-    buffer = io.BytesIO()
-    Image.new("RGBA", (4000, 4000), (9, 9, 9, 99)).save(buffer, "PNG")
+    from odevit_serve.data.images import SERVED_PIXELS
+
+    buffer, side = io.BytesIO(), math.isqrt(SERVED_PIXELS)
+    Image.new("RGBA", (side, side), (9, 9, 9, 99)).save(buffer, "PNG")
     with Process(tiny_bundle) as server, httpx.Client(timeout=60) as client:
         server.wait_ready(client)
 
