@@ -1,7 +1,8 @@
 """Figures that exports are held to, taken in one run: `python tests/benchmarks/bench_export.py [BUNDLE] [options]`.
 
-`--json` prints them as JSON, `--check` ends with 1 if a limit is missed, and `--against FILE.onnx` compares the
-images/s of the unrolled file with those of another file of the same model and steps, the two in turns.
+`--json` prints them as JSON, `--check` ends with 1 if a limit is missed, and `--against FILE.onnx`, which may be given
+several times, compares images/s with those of another file of the same model and steps, unrolled or adaptive, in turns
+on the pictures of `--data`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import onnxruntime
 
 from odevit_serve import bundle
 from odevit_serve.bundle import Config
+from odevit_serve.data.datasets import pick
+from odevit_serve.data.images import prepare
 from odevit_serve.export import precision
 from odevit_serve.export.formats.onnx_adaptive import adaptive_graph
 from odevit_serve.runtime.graphs import Parts, step_graph, unrolled_graph
@@ -111,16 +114,47 @@ def int8_gain(folder: Path, config: Config) -> float:
     return fast[0] / fast[1]
 
 
-def against(folder: Path, config: Config, other: str) -> dict[str, float]:
-    """Images/s of the unrolled file over those of another; the median of pairs taken in turns."""
-    own, figures = session(unrolled_graph(Parts.of(folder, config), config.integration)), {}
-    theirs = session(other)
+def against(folder: Path, config: Config, other: str, pixels: np.ndarray[Any, Any]) -> dict[str, float]:
+    """Images/s of a file over those of another of its kind: the same pictures, in turns, best of five.
+
+    Adaptive files each by its own rule, and both at full depth.
+    """
+    theirs, figures, parts = session(other), dict[str, float](), Parts.of(folder, config)
+    adaptive = "steps" in {output.name for output in theirs.get_outputs()}
+    mine = session(adaptive_graph(parts, config) if adaptive else unrolled_graph(parts, config.integration))
     for batch in BATCHES:
-        feed = {"pixel_values": images(config, batch)}
-        pairs = [times(*(partial(each.run, ["logits"], feed) for each in (theirs, own)), repeats=3) for _ in range(25)]
-        figures[f"images/s at batch {batch}"] = batch / float(np.median([mine for _, mine in pairs]))
-        figures[f"images/s at batch {batch} / those of the other file"] = float(np.median([a / b for a, b in pairs]))
+        for depth in ("adaptive", "adaptive at full depth") if adaptive else ("unrolled",):
+            calls = [
+                [partial(file.run, ["logits"], feed) for feed in feeds(file, pixels, batch, "full" in depth)]
+                for file in (theirs, mine)
+            ]
+            found = np.array([times(*pair, repeats=5) for pair in zip(*calls)]).sum(0)
+            count = batch * len(calls[0])
+            figures[f"{depth}, batch {batch}: images/s"] = count / found[1]
+            figures[f"{depth}, batch {batch}: images/s / those of the other file"] = found[0] / found[1]
     return figures
+
+
+def feeds(
+    file: onnxruntime.InferenceSession, pixels: np.ndarray[Any, Any], batch: int, full: bool
+) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """Up to 32 different batches; `full`: with a threshold, whatever the file calls it, that no image reaches."""
+    never = {
+        given.name: np.array(np.inf, np.float32)
+        for given in file.get_overridable_initializers()
+        if full and given.type == "tensor(float)"
+    }
+    starts = range(0, len(pixels) - batch + 1, batch)[:32]
+    return [{"pixel_values": pixels[start : start + batch], **never} for start in starts]
+
+
+def pictures(config: Config, data: str | None, count: int) -> np.ndarray[Any, Any]:
+    """Real ones where there are some: how deep noise goes says nothing about pictures."""
+    if data is None:
+        return images(config, count)
+    found = pick(data)
+    chosen = np.random.default_rng(0).permutation(len(found))[:count]
+    return np.stack([prepare(found.read(int(i)), config.preprocessing) for i in chosen])
 
 
 def vnni() -> bool:
@@ -139,15 +173,16 @@ def missed(figures: dict[str, float]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", nargs="?", default="cifar10")
-    parser.add_argument("--against", metavar="FILE.onnx")
+    parser.add_argument("--against", metavar="FILE.onnx", action="append", default=[])
+    parser.add_argument("--data", help="folder, zip or .npz of pictures for --against; without it, noise")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     folder = bundle.find(asked.source)
     config = bundle.read_config(folder)
     figures = commands(asked.source) | graphs(folder, config)
-    if asked.against:
-        figures |= against(folder, config, asked.against)
+    for other in asked.against:
+        figures |= against(folder, config, other, pictures(config, asked.data, 256))
     if asked.json:
         print(json.dumps(figures, indent=2))
     else:

@@ -17,16 +17,12 @@ from typing import Any
 
 import numpy as np
 import openvino
+from bench_export import BATCHES, pictures
 
 from odevit_serve import bundle
-from odevit_serve.data.datasets import pick
-from odevit_serve.data.images import prepare
 from odevit_serve.export.formats.openvino import F32
 from odevit_serve.export.job import Settings, export
-from odevit_serve.export.precision import noise
 from odevit_serve.runtime.sessions import open_session
-
-BATCHES = (1, 8, 32)
 
 
 def best(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
@@ -44,7 +40,7 @@ def best(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, flo
 def measure(source: str, data: str | None, threads: int, seconds: float) -> list[dict[str, Any]]:
     folder = bundle.find(source)
     config = bundle.read_config(folder)
-    pixels = pictures(config, data)
+    pixels = pictures(config, data, max(BATCHES))
     core, rows = openvino.Core(), []
     with tempfile.TemporaryDirectory() as scratch:
         files = {"one step": folder / bundle.STEP}
@@ -77,15 +73,6 @@ def measure(source: str, data: str | None, threads: int, seconds: float) -> list
                     }
                 )
     return rows
-
-
-def pictures(config: bundle.Config, data: str | None) -> np.ndarray[Any, Any]:
-    """Real ones where there are some: how deep noise goes says nothing about pictures."""
-    if data is None:
-        return noise(config, max(BATCHES)).pixels
-    found = pick(data)
-    chosen = np.random.default_rng(0).permutation(len(found))[: max(BATCHES)]
-    return np.stack([prepare(found.read(int(i)), config.preprocessing) for i in chosen])
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,23 @@ def test_the_heat_moves_and_the_exit_is_marked(tmp_path: Path) -> None:
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "odevit_serve", *map(str, words)], capture_output=True, text=True)
+
+
+def test_the_command(tiny_bundle: Path, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    out = tmp_path / "out"
+    words = ("predict", tmp_path / "wide.png", "-m", tiny_bundle, "--attention", out, "--animate", "--steps", 6)
+    done = run(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    read = Image.open(out / "wide.webp")
+    # Maps are drawn as the stills are: the frame at the exit is the picture of the mean map there.
+    read.seek(json.loads(done.stdout)[0]["steps"] * animation.BETWEEN)
+    size = read.size[0]
+    frame = np.asarray(read.convert("RGB").crop((0, 0, size, animation.SIDE)), float)
+    still = np.asarray(Image.open(out / "wide-mean.png").convert("RGB").resize((size, animation.SIDE)), float)
+    assert np.corrcoef(frame.ravel(), still.ravel())[0, 1] > 0.95
+    assert read.n_frames <= 6 * animation.BETWEEN + 1  # frames that look the same may be merged
 
 
 def test_the_animation_of_the_readme_is_small_and_moves() -> None:
