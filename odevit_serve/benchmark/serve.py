@@ -170,6 +170,7 @@ def compare(
 ) -> dict[str, Any]:
     """Medians over rounds of what the clients saw, by system and number of clients."""
     threads = threads or os.cpu_count() or 1
+    where = _where()
     runs: dict[str, Callable[[int, float], dict[str, Any]]] = {}
     seen: dict[tuple[str, int], list[dict[str, Any]]] = {}
     with contextlib.ExitStack() as stack:
@@ -202,7 +203,7 @@ def compare(
     rows = [_median(name, count, runs, full) for (name, count), runs in seen.items()]
     rows.sort(key=lambda row: (row["clients"], list(SYSTEMS).index(row["system"])))
     result = {"rows": rows, "ratios": ratios(rows), "audit": audit_cost(seen, full), "of_in_process": shares(rows)}
-    return {**result, "threads": threads, "rounds": rounds, "seconds": seconds, **_where()}
+    return {**result, "threads": threads, "rounds": rounds, "seconds": seconds, **where}
 
 
 def audit_cost(seen: dict[tuple[str, int], list[dict[str, Any]]], full: int) -> dict[str, Any]:
@@ -412,7 +413,9 @@ def _where() -> dict[str, Any]:
         import litserve
 
         versions["litserve"] = litserve.__version__
-    return {"machine": {"processor": platform.machine(), "cores": os.cpu_count()}, "versions": versions}
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else math.nan
+    machine = {"processor": platform.machine(), "cores": os.cpu_count(), "load_average": load}
+    return {"machine": machine, "versions": versions}
 
 
 def depths(model: Model, pictures: Sequence[bytes]) -> dict[str, Any]:

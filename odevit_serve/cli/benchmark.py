@@ -35,6 +35,7 @@ benchmark = typer.Typer(
 app.add_typer(benchmark, name="benchmark")
 
 OUTPUT, AS_JSON = "Write everything to this file as JSON, too.", "Print JSON to stdout instead of the table."
+AS_MARKDOWN = "Write the table as Markdown."
 
 
 @benchmark.command()
@@ -49,7 +50,7 @@ def model(
     rounds: int = typer.Option(None, "--rounds", min=1, max=99, help="Default: 7, with --quick 3."),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
-    markdown: Path = typer.Option(None, "--markdown", metavar="FILE", help="Write the table as Markdown."),
+    markdown: Path = typer.Option(None, "--markdown", metavar="FILE", help=AS_MARKDOWN),
 ) -> None:
     """Time, memory, size and accuracy of this model in all its forms, beside plain ViTs in onnxruntime and torch."""
     import dataclasses
@@ -96,6 +97,7 @@ def serve(
     ),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
+    markdown: Path = typer.Option(None, "--markdown", metavar="FILE", help=AS_MARKDOWN),
 ) -> None:
     """Compare this engine with batch-synchronous exit, fixed depth, LitServe and no server: images/s, latency, CPU.
 
@@ -103,6 +105,7 @@ def serve(
     """
     require("export")
     from ..benchmark import serve as measure
+    from ..benchmark.serve_table import as_markdown, show
     from ..bundle import find
     from ..export.job import Settings, export
     from ..runtime.model import load_bundle
@@ -114,6 +117,11 @@ def serve(
             raise UsageError(f"unknown system {name!r}: choose of {', '.join(measure.SYSTEMS)}")
     if "grpc" in names:
         require("grpc")
+    given_options = [
+        (f"--count {count}", count != 200), ("--quick", quick), (f"--clients {clients}", clients),
+        (f"--seconds {seconds}", seconds), (f"--rounds {rounds}", rounds), (f"--threads {threads}", threads),
+        (f"--systems {systems}", systems),
+    ]  # fmt: skip
     own = ("1,32", 2.0, 2) if quick else ("1,8,32,128", 4.0, 3)
     clients, seconds, rounds = clients or own[0], seconds or own[1], rounds or own[2]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with it
@@ -136,8 +144,13 @@ def serve(
     kind = "random weights, no trained model" if model == "random" else "bundle"
     result = {"model": loaded.config.name, "kind": kind, "depths": spread, **result}
     result["pictures"] = "from a folder" if pictures else "made up"
+    words = ["odevit-serve benchmark serve", *([model] if model else []), *(["--pictures FOLDER"] if pictures else [])]
+    words += [text for text, given in given_options if given]
+    result = {"command": " ".join(words), **result}
+    if markdown is not None:
+        markdown.write_text(as_markdown(result), encoding="utf-8")
     if not _written(result, output, as_json):
-        _print(result, measure.SYSTEMS)
+        show(result)
 
 
 @benchmark.command()
@@ -201,47 +214,3 @@ def _numbers(text: str) -> list[int]:
     if not numbers or min(numbers) < 1 or max(numbers) > 1000:
         raise UsageError(f"clients must lie between 1 and 1000, not {text!r}")
     return numbers
-
-
-def _print(result: dict[str, Any], systems: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console, depths = Console(), result["depths"]
-    console.print(
-        f"{result['model']} ({result['kind']}; pictures {result['pictures']}, mean depth {depths['mean']:.1f} of "
-        f"{depths['full']}), {result['threads']} threads, "
-        f"medians of {result['rounds']} rounds of {result['seconds']:g} s"
-    )
-    table = Table(
-        "clients",
-        "system",
-        "images/s",
-        "p50 ms",
-        "p95 ms",
-        "p99 ms",
-        "CPU ms",
-        "depth",
-        "errors",
-        box=None,
-        pad_edge=False,
-    )
-    for row in result["rows"]:
-        times = [f"{row[key]:.0f}" for key in ("images_per_second", "p50_ms", "p95_ms", "p99_ms")]
-        depth = "-" if row["mean_depth"] is None else f"{row['mean_depth']:.1f}"
-        table.add_row(str(row["clients"]), row["system"], *times, f"{row['cpu_ms']:.2f}", depth, str(row["errors"]))
-    console.print(table)
-    for name in dict.fromkeys(row["system"] for row in result["rows"]):
-        console.print(f"{name}: {systems[name]}")
-    for clients, others in result["ratios"].items():
-        parts = [f"{v['images_per_second']:.2f}x {name} (p99 {v['p99']:.2f}x)" for name, v in others.items()]
-        console.print(f"{clients} clients, images/s of this engine: {', '.join(parts)}")
-    for clients, cost in result["audit"].items():
-        coverage = "none" if cost["coverage"] is None else f"{cost['coverage']:.1%}"
-        console.print(
-            f"{clients} clients, the audit: {cost['throughput_lost']:.1%} of images/s (allowed {cost['allowed']:.1%}), "
-            f"{cost['cpu_added']:+.1%} CPU an image, coverage {coverage} of {cost['audited']:,} and those dropped"
-        )
-    for clients, own in result["of_in_process"].items():
-        parts = [f"{name} {share:.2f}" for name, share in own.items()]
-        console.print(f"{clients} clients, share of the images/s in process: {', '.join(parts)}")

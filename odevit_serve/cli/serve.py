@@ -77,7 +77,6 @@ def serve(
 ) -> None:
     """Serve models over HTTP; images at different depths share one batch."""
     import dataclasses
-    import os
 
     from ..serving.audit import AuditOptions
     from ..serving.engine import Limits
@@ -93,15 +92,19 @@ def serve(
     audits = None if audit is None else AuditOptions(audit, on_violation, audit_file)
     if audit_file is not None and (len(models or []) > 1 or repository or watch):
         raise UsageError("--audit-file records one model: it does not go with several, --repository or --watch")
+    from ..bundle import DEFAULT
+
     if ray:
         require("ray")
-        if len(models or []) > 1 or repository or watch or idle or grpc:
-            raise UsageError("--ray serves one model by HTTP, and replaces it by deploying anew: see docs/serving.md")
+        if repository or idle or grpc:
+            raise UsageError("--ray does not go with --repository, --idle and --grpc-port: see docs/serving.md")
         from ..bundle import find
         from ..serving import ray as on_ray
+        from ..serving.repository import parse
 
+        named = [parse(given) for given in models or [DEFAULT]]
         arguments = {
-            "model": str(find(models[0])) if models else None,
+            "models": tuple(f"{name}={find(source)}" if name else str(find(source)) for name, source in named),
             "replicas": replicas,
             "slots": slots,
             "queue": queue,
@@ -110,29 +113,19 @@ def serve(
             "threads": threads,
             "grace": grace,
             "trust": trust,
+            "watch": watch,
             "limits": dataclasses.asdict(limits),
             "options": dataclasses.asdict(options),
             "audit": None if audits is None else dataclasses.asdict(audits),
         }
         on_ray.run(arguments, host, port, say)
         return
-    from ..bundle import DEFAULT
-    from ..runtime.model import AT_ONCE, load
-    from ..serving.decoders import Decoders
-    from ..serving.engine import Engine
     from ..serving.http.uvicorn_server import run
-    from ..serving.repository import Repository
-    from ..serving.turns import Turns
+    from ..serving.repository import Repository, loader
 
-    decoders, turns = Decoders(), Turns(min(threads or os.cpu_count() or 1, AT_ONCE))
-
-    def engine(source: str) -> Engine:
-        model = load(source, device, threads, trust)
-        model.open_all()
-        settings: dict[str, Any] = {"queue": queue, "overload": overload, "limits": limits, "audit": audits}
-        return Engine(model, slots=slots, decoders=decoders, turns=turns, **settings)
-
-    served = Repository(engine, repository).open(models or [DEFAULT])
+    settings: dict[str, Any] = {"queue": queue, "overload": overload, "limits": limits, "audit": audits}
+    load = loader(device, threads, trust, slots=slots, **settings)
+    served = Repository(load, repository).open(models or [DEFAULT])
     served.look_after(watch, idle)
     run(served, options, host, port, grace, connections, say)
 

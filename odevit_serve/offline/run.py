@@ -96,7 +96,8 @@ def _by_ray(sources: list[str], work: Work, actors: int | None) -> Iterator[dict
             logging_level=logging.WARNING,
         )
     try:
-        ray.data.DataContext.get_current().enable_progress_bars = False
+        ray.data.DataContext.get_current().enable_progress_bars = False  # the rows that arrive here are counted
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
         count = actors or max(1, int(ray.cluster_resources().get("CPU", 1)))
         work = dataclasses.replace(work, threads=work.threads or 1)
         items = [{"source": os.path.abspath(source)} for source in sources]

@@ -4,20 +4,30 @@
 
 A replica is sent at most `2 * slots` requests at once: as many as advance together, and as many again decoded and
 ready for the slots that become free. What comes on top waits in Ray, up to `queued`, and then gets 503.
+
+Every replica serves all models. With `watch` it replaces one whose files have changed, as a server without Ray does.
+Another `revision`, or any other change of the arguments, has Ray replace the replicas, some after the others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import Application
 
-from ..errors import UsageError
+from ..bundle import DEFAULT
+from ..errors import UsageError, UserError
 from ..schema import build
+
+if TYPE_CHECKING:
+    from .audit import AuditOptions
+    from .repository import Repository
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class Arguments:
     """What `app` takes; from a `serve` YAML or the command line as text."""
 
     model: str | None = None
+    models: tuple[str, ...] = ()  # several, each `SOURCE` or `NAME=SOURCE`, in place of `model`
     replicas: str = "1"  # a number, or MIN:MAX to scale by load
     slots: int = 32
     queue: int = 256  # of images in each replica
@@ -36,6 +47,8 @@ class Arguments:
     gpus: float = 0.0
     grace: float = 30.0
     trust: bool = False
+    watch: bool = False  # replace models whose files have changed
+    revision: int = 0  # another one has Ray replace the replicas
     name: str = "odevit-serve"
     limits: dict[str, Any] = field(default_factory=dict)  # of `engine.Limits`
     audit: dict[str, Any] | None = None  # of `audit.AuditOptions`; each replica tests its own stream
@@ -54,8 +67,13 @@ class Arguments:
             "cpus": float,
             "gpus": float,
             "grace": float,
+            "revision": int,
         }
-        given = {**given, "trust": str(given.get("trust", False)).lower() == "true"}
+        if given.get("model") and given.get("models"):
+            raise UsageError("give model or models, not both")
+        given = {**given, **{key: str(given.get(key, False)).lower() == "true" for key in ("trust", "watch")}}
+        if isinstance(given.get("models"), str):
+            given["models"] = [source.strip() for source in given["models"].split(",")]
         try:
             numbers = {key: kinds[key](value) for key, value in given.items() if key in kinds and value is not None}
         except ValueError as error:
@@ -65,6 +83,11 @@ class Arguments:
             cls,
             {**given, **numbers, "options": options, "replicas": str(given.get("replicas", cls.replicas))},
         )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What each replica serves."""
+        return self.models or (self.model or DEFAULT,)
 
 
 def _server_options(arguments: Arguments) -> Any:
@@ -80,6 +103,8 @@ def _audit_options(arguments: Arguments, replica: str = "") -> Any:
     if arguments.audit is None:
         return None
     file = arguments.audit.get("file")
+    if file is not None and (len(arguments.sources) > 1 or arguments.watch):
+        raise UsageError("the file of an audit records one model: leave it out for several models and with watch")
     given = {**arguments.audit, "file": None if file is None else f"{file}.{replica}"}
     return build(AuditOptions, given, "audit")
 
@@ -93,33 +118,39 @@ def _application() -> Any:
 
 @serve.ingress(_application)
 class Replica:
-    """One process with one engine. Ray counts it ready when the constructor returns: after warm-up."""
+    """One process with an engine for each model. Ray counts it ready when the constructor returns: after warm-up."""
 
     def __init__(self, arguments: Arguments):
-        from ..runtime.model import load
-        from .engine import Engine, Limits
         from .http.app import create_app
         from .logs import set_up_logging
 
         set_up_logging("json")
-        threads = arguments.threads or max(1, int(arguments.cpus))
         name = f"{serve.get_replica_context().replica_id.unique_id}"
-        self.engine = Engine(
-            load(arguments.model, arguments.device, threads, arguments.trust),
-            slots=arguments.slots,
-            queue=arguments.queue,
-            overload=arguments.overload,
-            limits=build(Limits, arguments.limits, "limits"),
-            audit=_audit_options(arguments, name),
-        ).start()
-        app = create_app(self.engine, _server_options(arguments))
+        self.models = _open(arguments, _audit_options(arguments, name))
+        self.models.look_after(arguments.watch, None)
+        app = create_app(self.models, _server_options(arguments))
         app.add_middleware(_Signed, name=name)
         _built.append(app)
 
     def check_health(self) -> None:
         """Ray asks every few seconds and replaces a replica that raises."""
-        if not (self.engine.ready or self.engine.state == "draining"):
-            raise RuntimeError(f"the engine is {self.engine.state}")
+        if not (self.models.ready or self.models.state == "draining"):
+            raise RuntimeError(f"the engine is {self.models.state}")
+
+
+def _open(arguments: Arguments, audit: AuditOptions | None) -> Repository:
+    """The models of a replica, warmed up."""
+    from .engine import Limits
+    from .repository import Repository, loader
+
+    limits = build(Limits, arguments.limits, "limits")
+    settings: dict[str, Any] = {"queue": arguments.queue, "overload": arguments.overload, "limits": limits}
+    threads = arguments.threads or max(1, int(arguments.cpus))
+    load = loader(arguments.device, threads, arguments.trust, slots=arguments.slots, audit=audit, **settings)
+    models = Repository(load).open(arguments.sources)
+    for served in models:
+        served.current().start()
+    return models
 
 
 class _Signed:
@@ -168,15 +199,27 @@ def app(args: dict[str, Any]) -> Application:
     return replica.bind(arguments)  # type: ignore[no-any-return]
 
 
-def run(arguments: dict[str, Any], host: str, port: int, say: Any) -> None:
-    """Serve on the cluster that RAY_ADDRESS names, or on one of this machine alone, until SIGTERM or SIGINT."""
+def _try(arguments: Arguments) -> None:
+    """Raises what keeps a replica from serving; on the CPU, as this process need not have another device."""
+    audit = None if arguments.audit is None else {**arguments.audit, "file": None}
+    arguments = dataclasses.replace(arguments, device="cpu", audit=audit)
+    _open(arguments, _audit_options(arguments)).close(0.0)
+
+
+def run(arguments: dict[str, Any], host: str, port: int, say: Callable[[str], None]) -> None:
+    """Serve on the cluster that RAY_ADDRESS names, or on one of this machine alone, until SIGTERM or SIGINT.
+
+    SIGHUP has Ray replace the replicas, some after the others; each finishes what it has. The new ones load the files
+    as they are then. They are tried here first: what cannot be served is told, and changes nothing.
+    """
     import signal
     import threading
 
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ended = threading.Event()
+    ended, asked = threading.Event(), threading.Event()
+    name, revision = arguments.get("name", Arguments.name), 0
     target = app(arguments)
     ray.init(
         address=os.environ.get("RAY_ADDRESS"),
@@ -186,12 +229,23 @@ def run(arguments: dict[str, Any], host: str, port: int, say: Any) -> None:
     )
     for kind in (signal.SIGTERM, signal.SIGINT):
         signal.signal(kind, lambda *_: ended.set())
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        signal.signal(signal.SIGHUP, lambda *_: asked.set())
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(target, name=arguments.get("name", "odevit-serve"), route_prefix="/")
+        serve.run(target, name=name, route_prefix="/")
         say(f"serving on http://{host}:{port} by Ray, {arguments.get('replicas', '1')} replicas")
         while not ended.wait(1.0):
-            pass
+            if not asked.is_set():
+                continue
+            asked.clear()
+            revision += 1
+            try:
+                _try(Arguments.parse(arguments))
+                serve.run(app({**arguments, "revision": revision}), name=name, route_prefix="/")
+                say(f"replaced: revision {revision}")
+            except (UserError, RuntimeError) as error:  # Ray's own for replicas that do not start: others go on
+                say(f"not replaced: {error}")
     finally:
         serve.shutdown()
         ray.shutdown()

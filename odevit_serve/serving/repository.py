@@ -1,6 +1,6 @@
 """Several models in one process: loaded, replaced, unloaded and put to sleep while requests go on.
 
-    models = Repository(lambda source: Engine(load(source), turns=turns)).open(["cifar10", "mine=runs/mine"])
+    models = Repository(loader("cpu", threads=2, trust=False)).open(["cifar10", "mine=runs/mine"])
     models.find("mine").submit(lambda engine: engine.submit(picture))
 
 A replacement is loaded and warmed up beside the engine it replaces, and takes its place in one assignment, between two
@@ -10,18 +10,23 @@ steps of the old one, which finishes what it has accepted. What cannot be loaded
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from .. import bundle
 from ..errors import UsageError, UserError
+from ..runtime.model import AT_ONCE, load
+from .decoders import Decoders
 from .engine import Engine
 from .served import Load, NoModel, Served, Signature, signature
+from .turns import Turns
 
-__all__ = ["NoModel", "Repository", "Served"]
+__all__ = ["NoModel", "Repository", "Served", "loader"]
 log = logging.getLogger("odevit_serve.serving.models")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -167,6 +172,18 @@ class Repository:
         if now and now == before and now != served.signature:
             served.signature = now
             served.replace()
+
+
+def loader(device: str, threads: int | None, trust: bool, **settings: Any) -> Load:
+    """Makes engines that share one set of threads, of `Engine`'s settings."""
+    decoders, turns = Decoders(), Turns(min(threads or os.cpu_count() or 1, AT_ONCE))
+
+    def engine(source: str) -> Engine:
+        model = load(source, device, threads, trust)
+        model.open_all()
+        return Engine(model, decoders=decoders, turns=turns, **settings)
+
+    return engine
 
 
 def parse(given: str) -> tuple[str | None, str]:

@@ -137,17 +137,45 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
         AnswersFile(tmp_path / "answers.csv", {})
 
 
+DYING = """
+import os, signal
+from pathlib import Path
+from odevit_serve.offline import run
+
+class Dying(run.Answerer):
+    def __call__(self, batch):
+        for name in ("answered", "killed"):
+            try:
+                (Path(os.environ["MARKS"]) / name).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            if name == "killed":
+                next(self.rows(map(str, batch["source"])))  # in the middle of its batch
+                os.kill(os.getpid(), signal.SIGKILL)
+            break
+        return super().__call__(batch)
+
+run.Answerer = Dying
+from odevit_serve.cli import main
+main()
+"""
+
+
 @pytest.mark.slow
-def test_by_actors_of_ray(pictures: Path, tiny_bundle: Path, expected: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_by_actors_of_ray_one_of_which_is_killed(
+    pictures: Path, tiny_bundle: Path, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The second batch that is begun, by whichever actor, kills it: no row is lost, and none is there twice."""
     pytest.importorskip("ray.data", reason="needs the extra `ray`")
-    target = tmp_path / "answers.jsonl"
-    words = ["predict", str(pictures), "-m", str(tiny_bundle), "--ray", "--actors", "1", "--output", str(target)]
-    quiet = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1"}
+    target, marks = tmp_path / "answers.jsonl", tmp_path / "marks"
+    marks.mkdir()
+    words = ["predict", str(pictures), "-m", str(tiny_bundle), "--ray", "--actors", "2", "--output", str(target)]
+    quiet = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1", "MARKS": str(marks)}
     # For a machine that does other things as well: Ray gives its own processes half a minute to start.
     quiet |= {"RAY_raylet_start_wait_time_s": "200", "RAY_agent_register_timeout_ms": "200000"}
-    done = subprocess.run(
-        [sys.executable, "-m", "odevit_serve", *words], env=quiet, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1, done.stderr
+    quiet |= {"RAY_worker_niceness": "0"}
+    done = subprocess.run([sys.executable, "-c", DYING, *words], env=quiet, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr  # one is no picture
+    assert (marks / "killed").exists()
     assert "200 answers added" in done.stderr, done.stderr
     same(read(target), expected)
