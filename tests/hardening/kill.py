@@ -17,11 +17,13 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from servers import png, ready, until
 from odevit_serve import bundle, cli
 from odevit_serve.bundle import read_config
 from odevit_serve.data.datasets import Images
+from odevit_serve.files import PART
 from odevit_serve.guarantee import audit_file
 from odevit_serve.guarantee.calibrate import calibrate
 from odevit_serve.runtime.model import load_bundle
@@ -144,28 +147,34 @@ def kill_train(folder: Path, times: int, chance: random.Random) -> dict[str, Any
     assert Fork(_recipe(data, whole), folder / "whole.log").wait() == 0, (folder / "whole.log").read_text()
     took = time.monotonic() - begun
     wanted = load_file(whole / "bundle" / bundle.WEIGHTS)
-    killed = runs = ended = 0
+    lives = deque([took], 5)  # seconds that the latest ones lived: the machine may become quicker or slower
+    killed = runs = ended = left = 0
     while killed < times:
         runs += 1
         cut = folder / f"cut-{runs}"
         words = _recipe(data, cut)
         while True:
+            begun = time.monotonic()
             child = Fork(words, folder / "cut.log")
             if killed < times:
-                _later(chance, 1.2 * took, child)
+                _later(chance, 1.2 * max(lives), child)
             else:
                 child.wait()
             child.kill()
+            lives.append(time.monotonic() - begun)
             if child.code is not None and child.code >= 0:
                 assert child.code == 0, (folder / "cut.log").read_text()
                 break
             killed += 1
             _readable(cut)
+            left += any(cut.rglob(f".*{PART}"))
             words = ["train", "--resume", str(cut)] if (cut / "recipe.json").exists() else _recipe(data, cut)
         ended += 1
         found = load_file(cut / "bundle" / bundle.WEIGHTS)
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), "other weights"
-    return {"killed": killed, "runs_that_ended_in_the_same_weights": ended, "seconds_of_a_run": round(took, 1)}
+        assert not any(cut.rglob(f".*{PART}")), "a resumed run leaves what the killed one was writing"
+        shutil.rmtree(cut)
+    return {"killed": killed, "while_writing": left, "runs_that_ended_in_the_same_weights": ended}
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------
