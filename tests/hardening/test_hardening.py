@@ -34,11 +34,11 @@ def test_nothing_is_lost_or_leaked_under_load_of_all_kinds() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["serve", "predict"])
-def test_killed_at_random_moments_nothing_is_broken(program: str) -> None:
+@pytest.mark.parametrize(("program", "times"), [("serve", 3), ("predict", 3), ("train", 2)])
+def test_killed_at_random_moments_nothing_is_broken(program: str, times: int) -> None:
     """In a process of its own: it forks, which one with threads should not."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "CI": "1"}
-    words = [sys.executable, "-m", "hardening.kill", program, "--times", "3"]
+    words = [sys.executable, "-m", "hardening.kill", program, "--times", str(times)]
     done = subprocess.run(words, env=environment, cwd=TESTS, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout)["killed"] >= 3
+    assert json.loads(done.stdout)["killed"] >= times
