@@ -41,7 +41,8 @@ MOST = {
     "file of 24 steps / file of 1 step": 1.05,
     "adaptive time / (stem + mean steps x time of a step)": 1.15,
 }
-LEAST = {"loading: 24 steps / adaptive": 4.0, "int8 / fp32 throughput of the step at batch 1": 1.4}
+# The loop also holds the exponent toward the boundary; 3.5 was found with it.
+LEAST = {"loading: 24 steps / adaptive": 3.0, "int8 / fp32 throughput of the step at batch 1": 1.4}
 
 
 def images(config: Config, count: int) -> np.ndarray[Any, Any]:
