@@ -15,6 +15,7 @@ import asyncio
 import base64
 import faulthandler
 import json
+import math
 import pickle
 import resource
 import shutil
@@ -256,12 +257,14 @@ TARGETS: dict[str, Callable[[Path], Target]] = {
 }
 
 
-def fuzz(name: str, folder: Path, seconds: float, cases: int = 10**9, first: int = 0) -> dict[str, Any]:
-    """Run a target for so much CPU time or so many cases; what happened, as numbers and findings."""
+def fuzz(
+    name: str, folder: Path, seconds: float, cases: int = 10**9, first: int = 0, within: float = math.inf
+) -> dict[str, Any]:
+    """Run a target for so much CPU time or so many cases, `within` seconds at most; what happened, as numbers."""
     strategy, run = TARGETS[name](folder)
     ends: Counter[str] = Counter()
     findings: dict[str, str] = {}  # by where they came from: one cause is told once
-    slowest, number, begun = 0.0, first, time.process_time()
+    slowest, number, begun, end = 0.0, first, time.process_time(), time.monotonic() + within
     current = (folder / "current.pickle").open("wb", buffering=0)
 
     def one(case: Any) -> None:
@@ -276,7 +279,11 @@ def fuzz(name: str, folder: Path, seconds: float, cases: int = 10**9, first: int
         assert took < MOST_SECONDS, f"took {took:.1f} s of CPU"
         ends[end] += 1
 
-    while time.process_time() - begun < seconds and sum(ends.values()) < cases and len(findings) < MOST_FINDINGS:
+    def goes_on() -> bool:
+        used = time.process_time() - begun < seconds and time.monotonic() < end
+        return used and sum(ends.values()) < cases and len(findings) < MOST_FINDINGS
+
+    while goes_on():
         check = given(strategy)(one)
         check = settings(
             max_examples=min(ROUND, cases), deadline=None, database=None, print_blob=False,
@@ -321,6 +328,7 @@ def main() -> int:
     reader = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     reader.add_argument("targets", nargs="*", default=list(TARGETS), help=f"of {', '.join(TARGETS)}; default: all")
     reader.add_argument("--minutes", type=float, default=60.0, help="of CPU, for all targets together")
+    reader.add_argument("--within", type=float, default=math.inf, help="minutes that each target may take at most")
     reader.add_argument("--first", type=int, default=0, help="seed of the first round")
     reader.add_argument("--output", type=Path, default=Path("fuzz"), help="folder for reports and cases that kill")
     reader.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -329,7 +337,7 @@ def main() -> int:
     if asked.inside:
         faulthandler.enable()
         with tempfile.TemporaryDirectory(dir=asked.output) as folder:
-            report = fuzz(asked.targets[0], Path(folder), seconds, first=asked.first)
+            report = fuzz(asked.targets[0], Path(folder), seconds, first=asked.first, within=60 * asked.within)
         print(json.dumps(report, indent=1))
         return 1 if report["findings"] else 0
     asked.output.mkdir(parents=True, exist_ok=True)
@@ -338,7 +346,8 @@ def main() -> int:
         where = asked.output / name
         shutil.rmtree(where, ignore_errors=True)
         where.mkdir()
-        again = ["--inside", "--minutes", str(seconds / 60), "--first", str(asked.first), "--output", str(where)]
+        again = ["--inside", "--minutes", str(seconds / 60), "--within", str(asked.within)]
+        again += ["--first", str(asked.first), "--output", str(where)]
         with (where / "report.json").open("w") as report:
             code = subprocess.run([sys.executable, "-m", "hardening.fuzz", name, *again], stdout=report).returncode
         bad += code != 0
