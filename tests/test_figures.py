@@ -16,20 +16,12 @@ from typing import Any
 import pytest
 
 from odevit_serve import bundle
+from odevit_serve.benchmark import serve_table
 from odevit_serve.benchmark.table import as_markdown
 from odevit_serve.cli.info import describe
 from odevit_serve.train.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
-SERVED = "| {n} | {serving.rows.I.system:s} | " + " | ".join(
-    f"{{serving.rows.I.{key}}}"
-    for key in ("images_per_second:.0f", "p50_ms:.1f", "p95_ms:.0f", "p99_ms:.0f", "cpu_ms:.2f", "errors:d")
-)
-AGAINST = [
-    f"{{serving.ratios.N.{other}.images_per_second:.2f}}x images/s, {{serving.ratios.N.{other}.p99:.2f}}x p99"
-    for other in ("synchronous", "fixed", "litserve", "cnn")
-]
-
 QUOTED = [
     # The README's table, and its lines about the bundled models.
     ("README.md", "| accuracy on the {cifar10.metrics.test_images:,} test images "
@@ -77,23 +69,13 @@ QUOTED = [
     ("docs/runtime.md", "| {runtime.cold.predict_seconds:.2f} s against {runtime.cold.import_torch_seconds:.2f} s: "
                         "{runtime.cold.ratio:.2f}x |"),
     ("docs/runtime.md", "| {runtime.cold.peak_megabytes:.0f} MB |"),
-    # odevit-serve benchmark serve ... -o serving_bench.json
-    *(("docs/serving_speed.md", SERVED.replace("rows.I", f"rows.{i}").replace("{n}", f"{{serving.rows.{i}.clients:d}}"))
-      for i in range(16)),
-    *(("docs/serving_speed.md", f"| {clients} | " + " | ".join(AGAINST).replace("ratios.N", f"ratios.{clients}") + " |")
-      for clients in (1, 32)),
-    ("docs/serving_speed.md", "of the images/s in process: {serving.of_in_process.32.continuous:.2f} with one picture "
-                              "a request, {serving.of_in_process.32.many:.2f} with 32 in a form, "
-                              "{serving.of_in_process.32.tensors:.2f} with 32 as tensors (decoded before), "
-                              "{serving.of_in_process.32.grpc:.2f} by gRPC"),
 ]  # fmt: skip
 
 
 @cache
 def source(name: str) -> Any:
-    files = {"runtime": "docs/runtime.json", "serving": "docs/serving_bench.json"}
-    if name in files:
-        return json.loads((ROOT / files[name]).read_text(encoding="utf-8"))
+    if name == "runtime":
+        return json.loads((ROOT / "docs/runtime.json").read_text(encoding="utf-8"))
     config = bundle.read_config(bundle.find(name)) if name in bundle.bundled() else PRESETS[name]
     return {**dataclasses.asdict(config), "costs": describe(config)}
 
@@ -141,3 +123,10 @@ def test_the_benchmark_page_has_the_table_of_its_file() -> None:
         assert words(as_markdown(json.loads(result.read_text(encoding="utf-8")))) in words(page)
     else:
         assert "odevit-serve 0.1.0" in page
+
+
+def test_the_table_of_the_servers_is_that_of_its_file() -> None:
+    """`odevit-serve benchmark serve ... -o docs/serving_bench.json --markdown FILE`."""
+    result = json.loads((ROOT / "docs" / "serving_bench.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "serving_speed.md").read_text(encoding="utf-8")
+    assert words(serve_table.as_markdown(result)) in words(page)

@@ -37,9 +37,10 @@ def notes(result: dict[str, Any]) -> list[str]:
         parts = [f"`{name}` {share:.2f}" for name, share in own.items()]
         lines.append(f"{_clients(clients)}, share of the images/s in process: {', '.join(parts)}")
         served, direct = (by.get((name, int(clients))) for name in ("continuous", "in-process"))
-        if clients == "1" and served and direct:
-            over = served["p50_ms"] - direct["p50_ms"]
-            lines.append(f"1 client waits {over:.1f} ms longer at the median than in process")
+        if served and direct:
+            over, cpu = (served[key] - direct[key] for key in ("p50_ms", "cpu_ms"))
+            more = f", {over:+.1f} ms at the median" if clients == "1" else ""
+            lines.append(f"{_clients(clients)}, a request against an image in process: {cpu:+.2f} ms of CPU{more}")
     for clients, others in result["ratios"].items():
         parts = [f"{v['images_per_second']:.2f}x `{name}` (p99 {v['p99']:.2f}x)" for name, v in others.items()]
         lines.append(f"{_clients(clients)}, images/s of this engine: {', '.join(parts)}")

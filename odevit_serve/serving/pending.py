@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -63,8 +64,9 @@ class Pending:
             self.taken += len(requests)
             self.held.update(requests)
             self.stats.accepted += len(requests)
-        for request in requests:
-            request.future.add_done_callback(lambda _, r=request: self._cancelled(r))  # type: ignore[misc]
+        for request in requests:  # weakly, as a request has its future; one that can be cancelled is held here
+            own = weakref.ref(request)
+            request.future.add_done_callback(lambda _, own=own: self._cancelled(own()))  # type: ignore[misc]
 
     def enqueue(self, requests: Iterable[Request]) -> None:
         with self.lock:
@@ -119,9 +121,9 @@ class Pending:
                 request.holder.let_go(request)
                 self.work.notify_all()
 
-    def _cancelled(self, request: Request) -> None:
+    def _cancelled(self, request: Request | None) -> None:
         """When a future is done: if it was cancelled, its place or slot is free."""
-        if not request.future.cancelled():
+        if request is None or not request.future.cancelled():
             return
         with self.lock:
             if request not in self.held:

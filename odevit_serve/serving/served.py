@@ -227,6 +227,8 @@ class Served:
             with self._counting:
                 self._finishing.remove(own)
                 self._past.merge(own.stats)
+            del own
+            trim()
 
         thread = threading.Thread(target=end, name="odevit-finish", daemon=True)
         thread.start()
@@ -250,8 +252,13 @@ def signature(source: str) -> Signature:
 
 
 def give_back() -> None:
-    """Hand freed memory back to the system, where the C library keeps it."""
+    """Free what only cycles hold, and hand it back to the system."""
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """Hand freed memory back to the system, where the C library keeps it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

@@ -59,6 +59,13 @@ class Workers:
         for worker in self.all:
             if worker.thread.is_alive() and worker.thread is not threading.current_thread():
                 worker.thread.join(max(0.0, until - time.monotonic()))
+        if not any(worker.thread.is_alive() for worker in self.all):
+            # What refers back to the engine is let go of: its graphs end with the last reference to it, and do not wait
+            # for the garbage collector, which may not come for many replacements.
+            vars(self).pop("answer", None)
+            for worker in self.all:
+                vars(worker).pop("team", None)
+                vars(worker).pop("turns", None)
 
     def warmed_up(self) -> None:
         """One of them is ready; the last opens the engine."""

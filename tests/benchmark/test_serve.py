@@ -22,6 +22,7 @@ from odevit_serve.benchmark.serve import (
     ratios,
     some_pictures,
 )
+from odevit_serve.benchmark.serve_table import as_markdown
 from odevit_serve.runtime.model import BundleModel
 from odevit_serve.runtime.slots import Job
 from odevit_serve.serving.engine import Engine
@@ -113,6 +114,13 @@ def test_all_are_compared(tiny_bundle: Path, tmp_path: Path) -> None:
     assert depths["grpc"] == pytest.approx(depths["in-process"], abs=1.5)  # read from another kind of answer
     assert result["audit"] == {}
     assert all(row["cpu_ms"] > 0 for row in result["rows"])
+    rest = {"command": "x", "model": "m", "kind": "k", "pictures": "p", "depths": {"mean": 1.0, "full": 8}}
+    text = as_markdown({**rest, **result})
+    assert all(
+        f"| {row['clients']} | `{row['system']}` | {row['images_per_second']:.0f} |" in text for row in result["rows"]
+    )
+    assert f"`many` {result['of_in_process']['32']['many']:.2f}" in text
+    assert "1 client, a request against an image in process: " in text
     assert {row["mean_depth"] for row in result["rows"] if row["system"] == "cnn"} <= {None}
 
 
