@@ -135,6 +135,7 @@ def text(config: Config, rows: int, compact: bool = True) -> str:
         adapts = Less (threshold, infinity)
         has_bound = Less (lyapunov, infinity)
         limited = And (adapts, has_bound)
+        unlimited = Not (limited)
         {_all_rows(compact)}
         passed_0 = ConstantOfShape (batch_size)
         answer_shape = Concat <axis = 0> (batch_size, classes)
@@ -218,25 +219,22 @@ EARLY = """
             score = piece.Score (margin, gain, exponent, speed, answer, travel_now, size_now)
             is_early = GreaterOrEqual (score, threshold)"""
 
-# The limit on Lyapunov times decides only where the rule has not and steps are left. Elsewhere the exponent, which
-# costs up to a tenth of a step, is not computed: `assemble` moves its nodes into the branch.
+# The limit on Lyapunov times decides only where the rule has not. Elsewhere the exponent, which costs up to a tenth of
+# a step, is not computed: `assemble` moves its nodes into the branch.
 BOUND = """
-            is_settled = Or (is_early, is_whole)
-            is_open = Not (is_settled)
-            marks_open = Cast <to = 6> (is_open)
-            mark_open = ReduceMax <keepdims = 0> (marks_open)
-            some_open = Cast <to = 9> (mark_open)
-            asked = And (some_open, limited)
-            passed_now, is_past = If (asked) <
-                then_branch = bounded () => (float[active] passed_then, bool[active] past_then) {
+            lowest = ReduceMin <keepdims = 0> (score)
+            all_early = GreaterOrEqual (lowest, threshold)
+            is_decided = Or (all_early, unlimited)
+            passed_now, is_past = If (is_decided) <
+                then_branch = decided () => (float[active] passed_then, bool[active] past_then) {
+                    passed_then = Identity (passed)
+                    past_then = Less (passed, nothing)
+                },
+                else_branch = undecided () => (float[active] passed_else, bool[active] past_else) {
                     growing = Max (exponent, nothing)
                     grown = Mul (growing, size_now)
-                    passed_then = Add (passed, grown)
-                    past_then = GreaterOrEqual (passed_then, lyapunov)
-                },
-                else_branch = unbounded () => (float[active] passed_else, bool[active] past_else) {
-                    passed_else = Identity (passed)
-                    past_else = Less (passed, nothing)
+                    passed_else = Add (passed, grown)
+                    past_else = GreaterOrEqual (passed_else, lyapunov)
                 }
             >"""
 
