@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,8 +66,9 @@ def as_markdown(result: dict[str, Any]) -> str:
 
     rows = [line([*own[:1], f"`{own[1]}`", *own[2:]]) for own in map(cells, result["rows"])]
     table = [line(HEAD), line(["---"] * len(HEAD)), *rows]
-    lines = [f"`{result['command']}`", "", facts(result), "", *table, "", *(f"- {note}" for note in notes(result))]
-    return "\n".join(lines) + "\n"
+    wrap = functools.partial(textwrap.fill, width=120, break_on_hyphens=False, break_long_words=False)
+    listed = [wrap(f"- {note}", subsequent_indent="  ") for note in notes(result)]
+    return "\n".join([f"`{result['command']}`", "", wrap(facts(result)), "", *table, "", *listed]) + "\n"
 
 
 def show(result: dict[str, Any]) -> None:
