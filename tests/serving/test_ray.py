@@ -50,7 +50,7 @@ def cluster(folder: Path) -> Iterator[Process]:
     # For a machine that does other things as well: Ray gives its own processes 5 to 30 s to start.
     quiet |= {"RAY_raylet_start_wait_time_s": "200", "RAY_agent_register_timeout_ms": "200000"}
     quiet |= {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "100", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "100"}
-    with Process(folder / "first", *options, environment=quiet, patience=180) as process:
+    with Process(folder / "first", *options, environment=quiet, patience=400) as process:
         with httpx.Client(timeout=30) as client:
             process.wait_ready(client)
         yield process
