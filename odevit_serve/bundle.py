@@ -24,7 +24,7 @@ from .schema import build, shown
 from .solvers import SOLVERS, SPLITTINGS, evaluations
 
 SCHEMA_VERSION = 2
-DEFAULT = "cifar10"
+DEFAULT = "photos"
 MODELS = Path(__file__).parent / "models"
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 PROCESSOR = "preprocessor_config.json"  # `preprocessing` once more, where transformers looks for it

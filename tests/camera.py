@@ -1,4 +1,4 @@
-"""Real pictures in any number: parts of the examples that come with the demo, as a camera would see them."""
+"""Real pictures in any number: parts of a few photographs, as a camera would see them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFilter
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "demo" / "examples"
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent / "demo" / "examples"
+SCENES = (
+    HERE / "pictures" / "airplane.jpg",
+    EXAMPLES / "boats.jpg",
+    EXAMPLES / "cat.jpg",
+    HERE / "pictures" / "flower.jpg",
+)
 
 
 @cache
 def scenes() -> tuple[Image.Image, ...]:
-    return tuple(Image.open(path).convert("RGB").reduce(4) for path in sorted(EXAMPLES.glob("*.jpg")))
+    return tuple(Image.open(path).convert("RGB").reduce(4) for path in SCENES)
 
 
 def shots(count: int, seed: int, blur: float = 1.0, noise: float = 0.0, side: int = 16) -> list[np.ndarray]:

@@ -23,22 +23,37 @@ from odevit_serve.train.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 QUOTED = [
-    # The README's table, and its lines about the bundled models.
-    ("README.md", "| accuracy on the {cifar10.metrics.test_images:,} test images "
-                  "| {cifar10.metrics.accuracy_by_steps.8:.1%} | {cifar10.metrics.test_accuracy_teacher:.1%} |"),
-    ("README.md", "| parameters | {cifar10.costs.parameters.total*1e-6:.2f} M "
-                  "| {cifar10.costs.teacher.parameters*1e-6:.1f} M |"),
-    ("README.md", "at {cifar10.exit.calibration.epsilon:.0%} and 95% | {cifar10.costs.macs.total*1e-6:.0f} / "
-                  "{cifar10.costs.macs.adaptive*1e-6:.0f} | {cifar10.costs.teacher.macs*1e-6:.0f} |"),
+    # The README's tables, and its lines about the bundled models.
+    ("README.md", "| top-1 / top-5 of {photos.metrics.test_images:,} test pictures, 284 classes | "
+                  "{photos.metrics.test_accuracy:.1%} / {photos.metrics.test_accuracy_top5:.1%} | "
+                  "{photos.metrics.test_accuracy_teacher:.1%} |"),
+    ("README.md", "| top-1 / top-5 of {photos.metrics.full_size_images:,} full-size photographs | "
+                  "{photos.metrics.full_size_accuracy:.1%} / {photos.metrics.full_size_accuracy_top5:.1%} | "
+                  "{photos.metrics.full_size_accuracy_teacher:.1%} |"),
+    ("README.md", "| parameters | {photos.costs.parameters.total*1e-6:.2f} M | "
+                  "{photos.costs.teacher.parameters*1e-6:.1f} M |"),
+    ("README.md", "| million multiply-adds: full depth / early exit at 1% and 95% | "
+                  "{photos.costs.macs.total*1e-6:.0f} / {photos.costs.macs.adaptive*1e-6:.0f} | "
+                  "{photos.costs.teacher.macs*1e-6:.0f} |"),
+    ("README.md", "| mean depth with early exit | {photos.exit.calibration.mean_steps:.2f} of "
+                  "{photos.integration.steps:d} steps | |"),
+    ("README.md", "| top-1 at 1 / 2 / 3 / 8 / 18 steps | {photos.metrics.accuracy_by_steps.1:.1%} / "
+                  "{photos.metrics.accuracy_by_steps.2:.1%} / {photos.metrics.accuracy_by_steps.3:.1%} / "
+                  "{photos.metrics.accuracy_by_steps.8:.1%} / {photos.metrics.accuracy_by_steps.18:.1%} | |"),
+    ("README.md", "| accuracy on the {cifar10.metrics.test_images:,} test images | "
+                  "{cifar10.metrics.accuracy_by_steps.8:.1%} | {cifar10.metrics.test_accuracy_teacher:.1%} | "
+                  "91.7 to 92.6% |"),
+    ("README.md", "| parameters | {cifar10.costs.parameters.total*1e-6:.2f} M | "
+                  "{cifar10.costs.teacher.parameters*1e-6:.1f} M | 0.27 M |"),
+    ("README.md", "| million multiply-adds: full depth / early exit at {cifar10.exit.calibration.epsilon:.0%} "
+                  "and 95% | {cifar10.costs.macs.total*1e-6:.0f} / {cifar10.costs.macs.adaptive*1e-6:.0f} | "
+                  "{cifar10.costs.teacher.macs*1e-6:.0f} | 41 |"),
     ("README.md", "| mean depth with early exit | {cifar10.exit.calibration.mean_steps:.2f} of "
-                  "{cifar10.integration.steps:d} steps |"),
-    ("README.md", "half the steps give {cifar10.metrics.accuracy_by_steps.4:.0%} and "
-                  "{imagenette.metrics.accuracy_by_steps.4:.0%}"),
-    ("README.md", "`imagenette` has {imagenette.metrics.accuracy_by_steps.8:.1%} of its test images where its teacher "
-                  "has {imagenette.metrics.test_accuracy_teacher:.1%}, at {imagenette.exit.calibration.mean_steps:.2f} "
-                  "of {imagenette.integration.steps:d} steps with early exit and "
-                  "{imagenette.costs.macs.adaptive*1e-6:.0f} million multiply-adds (full depth "
-                  "{imagenette.costs.macs.total*1e-6:.0f}, the teacher {imagenette.costs.teacher.macs*1e-6:.0f})"),
+                  "{cifar10.integration.steps:d} steps | | |"),
+    ("README.md", "By set it has {photos.metrics.test_accuracy_by_set.tiny:.1%} of Tiny-ImageNet's test "
+                  "pictures (64 px), {photos.metrics.test_accuracy_by_set.mini:.1%} of mini-ImageNet's (84 px) "
+                  "and {photos.metrics.test_accuracy_by_set.nette:.1%} of Imagenette's (160 px)."),
+    ("README.md", "half the steps give {cifar10.metrics.accuracy_by_steps.4:.0%}"),
     ("README.md", "An ODE-ViT of {base-cifar10.costs.parameters.psi*1e-6:.0f} M parameters at "
                   "{base-cifar10.integration.steps:d} steps costs twice the multiply-adds of its "
                   "{base-cifar10.costs.teacher.parameters*1e-6:.0f} M teacher"),

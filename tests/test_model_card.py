@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from camera import shots
 
-from odevit_serve import costs
+from odevit_serve import costs, load
 from odevit_serve.bundle import (
     Calibration,
     Config,
@@ -20,6 +21,7 @@ from odevit_serve.bundle import (
     write_config,
 )
 from odevit_serve.model_card import accuracy_at, card, write_card
+from odevit_serve.runtime.exits import ExitReason
 
 LABELS = tuple("abcdefghij")
 
@@ -58,6 +60,20 @@ def test_shipped_cards_are_current() -> None:
     for name in bundled():
         folder = find(name)
         assert (folder / "README.md").read_text(encoding="utf-8") == card(read_config(folder), name)
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_both_criteria_end_images_of_the_shipped_models(name: str) -> None:
+    """On the images that proved it, by the card, and on pictures of today: by the rule, and by the Lyapunov time."""
+    proof = read_config(find(name)).exit.calibration
+    assert proof is not None
+    for reason in ("stopped early", "Lyapunov time"):
+        assert proof.exits[reason] > 0
+        assert f"{reason} {proof.exits[reason]:.1%}" in (find(name) / "README.md").read_text(encoding="utf-8")
+    model = load(name, threads=1)
+    side = model.config.architecture.image_size
+    found = {answer.exit for seed in range(4) for answer in model.predict(shots(250, seed, blur=0.0, side=side))}
+    assert {ExitReason.EARLY, ExitReason.LYAPUNOV} <= found
 
 
 def test_it_is_written_into_the_bundle(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ SKIPPED = {  # the start of a command -> why it is not run here
     "./predict": "tests/demo/test_embed.py compiles it and runs it",
     "node demo/embed": "tests/demo/test_embed.py runs it with the packages installed",
     "odevit-serve serve --ray": "tests/serving/test_ray.py runs it",
-    "odevit-serve serve cifar10 imagenette": "tests/serving/test_repository.py serves several",
+    "odevit-serve serve photos cifar10": "tests/serving/test_repository.py serves several",
     "odevit-serve predict photos/ --output answers.parquet --ray": "tests/offline/test_run.py runs it",
     "ODEVIT_API_KEY=... serve run odevit_serve.serving.ray": "tests/serving/test_ray.py runs the same application",
     "odevit-serve benchmark": "takes minutes; tests/benchmark runs it small",

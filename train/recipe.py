@@ -109,6 +109,7 @@ class Training:
     ema: float = 0.0  # decay of the average that is validated and kept; 0: none
     steps: tuple[int, ...] = ()  # one is drawn for each batch, over the same horizon; empty: from 1 to the model's own
     solvers: tuple[str, ...] = ()  # one is drawn for each batch; empty: the model's own
+    balance: float = 0.0  # how much of the unequal class frequencies is taken out of the head at the start; 1: all
     beyond: float = 0.0  # a batch may go on beyond the horizon by up to this part of it, so that the end rests
     mixup: float = 0.0  # images mixed in pairs, in shares drawn from Beta(mixup, mixup); 0: none
     gradient: str = "backprop"  # one of GRADIENTS
@@ -146,10 +147,13 @@ class Recipe:
 
     def staged(self) -> list[Recipe]:
         """A recipe for each stage: this one with the stage's changes. The next begins from the bundle of the last."""
-        return [self._changed(stage, f"stages[{number}]") for number, stage in enumerate(self.stages)]
+        return [self._changed(stage, number) for number, stage in enumerate(self.stages)]
 
-    def _changed(self, changes: dict[str, Any], where: str) -> Recipe:
+    def _changed(self, changes: dict[str, Any], number: int) -> Recipe:
+        where = f"stages[{number}]"
         data = {key: value for key, value in self.to_dict().items() if key != "stages"}
+        if number:
+            data["training"]["start"] = f"stage-{number}/bundle"  # where it is, `starting_from` says
         for section, values in changes.items():
             if not isinstance(data.get(section), dict) or not isinstance(values, dict):
                 raise UsageError(f"{where} has no section {section!r}: it holds changes to the sections of a recipe")

@@ -167,7 +167,18 @@ def make_student(run: Run, teacher: Teacher | None, learning: Images, validation
             )
         if not kept and not (run.folder / "last.pt").exists():
             _imitate(recipe, student, other, learning, validation, run.folder / "stem", run.machine, run.say)
+    if settings.balance:
+        even_out(student, learning.labels, settings.balance)
     return student
+
+
+@torch.no_grad()
+def even_out(student: ODEViT, labels: np.ndarray | None, share: float) -> None:
+    """Take the logarithm of how often each class was shown out of the head: where it is used, all are as likely."""
+    if labels is None:
+        raise UsageError("training.balance needs labels: it counts the pictures of each class")
+    counts = np.bincount(labels, minlength=student.config.architecture.classes).clip(1)
+    student.head.bias -= share * torch.from_numpy(np.log(counts / counts.mean())).to(student.head.bias)
 
 
 def follow(run: Run, student: ODEViT, teacher: Teacher, learning: Images) -> dict[int, float]:

@@ -1,8 +1,8 @@
 """Bundles in timm: importing this module registers `ode_vit_NAME` for each bundled model, and `ode_vit` for any other.
 
-timm.create_model("ode_vit_imagenette", pretrained=True)            # a bundled one
+timm.create_model("ode_vit_photos", pretrained=True)            # a bundled one
 timm.create_model("local-dir:FOLDER", pretrained=True)              # a bundle; hf-hub:OWNER/MODEL likewise
-timm.create_model("ode_vit_imagenette", pretrained=True, num_classes=0)   # CLS in place of an answer
+timm.create_model("ode_vit_photos", pretrained=True, num_classes=0)   # CLS in place of an answer
 """
 
 from __future__ import annotations

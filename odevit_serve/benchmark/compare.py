@@ -32,6 +32,7 @@ from .cost import fresh
 Array = np.ndarray[Any, Any]
 Say = Callable[[str], None]
 BATCHES = (1, 8, 32)
+FULL = "this model, full depth"
 LIBRARIES = ("odevit-serve", "onnxruntime", "numpy", "torch", "timm", "onnx")
 
 
@@ -85,7 +86,7 @@ def in_batches(call: Callable[[Array], tuple[Array, Array | None]], pixels: Arra
 
 
 def bundle_systems(model: BundleModel, threads: int) -> list[System]:
-    """The runtime itself: full depth, and adaptive where the bundle is calibrated."""
+    """The runtime itself: full depth, the same few steps for all, and adaptive where the bundle is calibrated."""
     own, shape, slots = model.config.integration, model.config.architecture, dict[int, Slots]()
 
     def run(depth: Depth) -> Callable[[Array, int], PassResult]:
@@ -101,7 +102,19 @@ def bundle_systems(model: BundleModel, threads: int) -> list[System]:
 
     files = (model.path / bundle.STEM, model.path / bundle.STEP)
     cost = {"kind": "bundle", "path": model.path}
-    found = [System("this model, full depth", "odevit-serve", run(model.depth(adaptive=False)), macs, files, cost)]
+    found = [System(FULL, "odevit-serve", run(model.depth(adaptive=False)), macs, files, cost)]
+    for steps in range(1, min(4, own.steps)):
+        depth = model.depth(adaptive=False, steps=steps)
+        found.append(
+            System(
+                f"this model, {steps} {'step' if steps == 1 else 'steps'}",
+                "odevit-serve",
+                run(depth),
+                macs,
+                files,
+                cost,
+            )
+        )
     if model.depth().rule.name != "fixed":
         found.append(System("this model, adaptive", "odevit-serve", run(model.depth()), macs, files, cost))
     return found
@@ -347,13 +360,16 @@ def _add_accuracy(
         result["accuracy_of"] = "the pictures have no labels that the model knows"
         return
     pixels = some_pixels(model.config, count, images, model.prepare)
-    shares: dict[tuple[str, str], float | None] = {}
+    given: dict[tuple[str, str], Array | None] = {}
     for system in systems:
         trained = not system.cost.get("random")
         answers = system.run(pixels, max(plan.batches)).answers if trained and system.only is None else None
-        shares[system.name, system.where] = None if answers is None else float((answers == labels[:count]).mean())
+        given[system.name, system.where] = answers
+    full = next((answers for (name, _), answers in given.items() if name == FULL), None)
     for entry in result["rows"]:
-        entry["accuracy"] = shares[entry["system"], entry["where"]]
+        answers = given[entry["system"], entry["where"]]
+        entry["accuracy"] = None if answers is None else float((answers == labels[:count]).mean())
+        entry["agreement"] = None if answers is None or full is None else float((answers == full).mean())
     result["accuracy_of"] = f"{count} images"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 HEAD = (
     "system", "in", "batch", "images/s", "min to max", "p50 ms", "p95 ms", "peak MB", "load s", "file MB", "MMAC",
-    "steps", "of peak", "accuracy",
+    "steps", "of peak", "accuracy", "agrees",
 )  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         number("p50_ms"), number("p95_ms"), "" if row.get("peak_megabytes") is None else f"{row['peak_megabytes']:.0f}",
         number("load_seconds"), number("file_bytes", 1e-6), number("macs", 1e-6),
         "" if row.get("mean_steps") is None else f"{row['mean_steps']:.2f}", f"{row['of_peak']:.2f}",
-        "" if row.get("accuracy") is None else f"{row['accuracy']:.1%}",
+        *("" if row.get(key) is None else f"{row[key]:.1%}" for key in ("accuracy", "agreement")),
     ]  # fmt: skip
 
 
@@ -47,7 +47,10 @@ def facts(result: dict[str, Any]) -> list[str]:
         "Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()) + ".",
     ]
     if "accuracy_of" in result:
-        lines.append(f"Accuracy: {result['accuracy_of']}; a ViT with random weights has none.")
+        lines.append(
+            f"Accuracy: {result['accuracy_of']}; a ViT with random weights has none. `agrees`: with full depth, on the "
+            "same images."
+        )
     return lines
 
 

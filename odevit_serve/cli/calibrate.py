@@ -205,7 +205,7 @@ def _print(report: Report, folder: Path, picture: Path) -> None:
 
 
 def draw(report: Report) -> Image.Image:
-    """Error and its bound, and accuracy, over the mean depth that each threshold gives."""
+    """Error and its bound, and accuracy, over the mean depth that each threshold gives; a fixed depth beside them."""
     from ..runtime import drawing as pictures
 
     proof = report.policy.calibration
@@ -217,13 +217,20 @@ def draw(report: Report) -> Image.Image:
         pictures.Curve("observed", pictures.BLUE, depth, [100 * row.observed for row in rows]),
         pictures.Curve(f"bound at {1 - proof.delta:.0%}", pictures.ORANGE, depth, [100 * row.bound for row in rows]),
     ]
+    fixed = [rival for rival in report.rivals if rival.name.startswith("fixed")]
+    same = [rival.mean_steps for rival in fixed]
+    if fixed:
+        error.append(pictures.Curve("the same depth for all", pictures.GREY, same, [100 * r.observed for r in fixed]))
     level = (100 * proof.epsilon, f"epsilon = {proof.epsilon:.2%}")
     name = "differs from full depth, %" if proof.target == "agreement" else "newly wrong, %"
-    panels = [pictures.Panel(name, error, level=level, at=at, zero=True)]
+    panels = [pictures.Panel(name, error, level=level, at=at, log=True)]
     if report.full_accuracy is not None:
-        accuracy = pictures.Curve("early exit", pictures.GREEN, depth, [100 * (row.accuracy or 0.0) for row in rows])
+        accuracy = [pictures.Curve("early exit", pictures.GREEN, depth, [100 * (row.accuracy or 0.0) for row in rows])]
+        if fixed:
+            values = [100 * (rival.accuracy or 0.0) for rival in fixed]
+            accuracy.append(pictures.Curve("the same depth for all", pictures.GREY, same, values))
         full = (100 * report.full_accuracy, "full depth")
-        panels.append(pictures.Panel("accuracy, %", [accuracy], level=full, at=(at[0], "")))
+        panels.append(pictures.Panel("accuracy, %", accuracy, level=full, at=(at[0], "")))
     saved = pictures.Curve("time saved", pictures.BLUE, depth, [100 * row.time_saved for row in rows])
     panels.append(pictures.Panel("time saved, %", [saved], at=(at[0], ""), zero=True))
     return pictures.plot(

@@ -66,6 +66,7 @@ def test_sweeps_give_the_models_answers(tiny_bundle: Path) -> None:
         answers[system.name] = runs[0]
     full, early = answers["this model, full depth"], answers["this model, adaptive"]
     assert full.mean_steps == 8
+    assert [answers[f"this model, {name}"].mean_steps for name in ("1 step", "2 steps", "3 steps")] == [1, 2, 3]
     assert early.mean_steps is not None
     assert early.mean_steps < 8
 
@@ -131,6 +132,7 @@ def test_all_rows(
     names = {(row["system"], row["where"]) for row in got["rows"]}
     assert names == {
         ("this model, full depth", "odevit-serve"), ("this model, adaptive", "odevit-serve"),
+        *((f"this model, {name}", "odevit-serve") for name in ("1 step", "2 steps", "3 steps")),
         ("this model, onnx", "onnxruntime"), ("this model, onnx-adaptive", "onnxruntime"),
         ("this model, onnx, int8", "onnxruntime"), ("the teacher", "onnxruntime"), ("the teacher", "torch eager"),
     }  # fmt: skip
@@ -138,11 +140,16 @@ def test_all_rows(
     by = {(row["system"], row["where"], row["batch"]): row for row in got["rows"]}
     full, onnx = by["this model, full depth", "odevit-serve", 4], by["this model, onnx", "onnxruntime", 4]
     assert full["accuracy"] == onnx["accuracy"]
+    assert full["agreement"] == onnx["agreement"] == 1
+    pictures, model = [images.read(i) for i in range(min(TINY.judged, len(images)))], load(folder, threads=1)
+    both = zip(model.predict(pictures, steps=1, adaptive=False), model.predict(pictures, adaptive=False), strict=True)
+    agreement = np.mean([first.label == last.label for first, last in both])
+    assert by["this model, 1 step", "odevit-serve", 4]["agreement"] == pytest.approx(agreement)
     assert full["macs"] == onnx["macs"] > by["this model, adaptive", "odevit-serve", 4]["macs"]
     assert by["the teacher", "onnxruntime", 1]["accuracy"] == by["the teacher", "torch eager", 1]["accuracy"]
     assert by["the teacher", "torch eager", 1]["peak_megabytes"] > full["peak_megabytes"]
     assert {curve["over"] for curve in got["growth"]} == {"batch", "steps", "tokens"}
-    assert all(len(cells(row)) == 14 for row in got["rows"])
+    assert all(len(cells(row)) == 15 for row in got["rows"])
     page = as_markdown(got)
     assert page.count("\n| this model, adaptive |") == 2
     assert "left out by --quick" in page

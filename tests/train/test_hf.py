@@ -108,7 +108,7 @@ def test_the_processor_is_written_back(tmp_path: Path) -> None:
 def test_a_pipeline_answers_as_the_runtime_does() -> None:
     from odevit_serve import load
 
-    folder = bundle.find("imagenette")
+    folder = bundle.find("photos")
     classify = pipeline("image-classification", model=str(folder), top_k=3)
     for found, path in zip(classify([str(path) for path in EXAMPLES]), EXAMPLES, strict=True):
         expected = load(folder).predict(path, adaptive=False).top(3)

@@ -64,6 +64,8 @@ def test_overrides_reach_every_section(tmp_path: Path) -> None:
         ("training.solvers=['leapfrog']", "'leapfrog' is none of euler"),
         ("training.steps=[0,3]", r"numbers from 1 on, not \[0, 3\]"),
         ("stages=[{training={epochs=-1}}]", "training.epochs must be at least 1, not -1"),
+        ("stages=[{training={epochs=0}}]", "training.epochs must be at least 1, not 0"),
+        ("stages=[{},{training={epochs=-1}}]", "training.epochs must be at least 0, not -1"),
         ("stages=[{trainning={epochs=1}}]", r"stages\[0\] has no section 'trainning'"),
         ("stages=[{training={epoch=1}}]", r"stages\[0\]\.training has an unknown field 'epoch'"),
         ("epochs", "section.key=value"),

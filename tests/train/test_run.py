@@ -175,7 +175,7 @@ def test_a_teacher_gets_its_head_and_the_student_follows(data: Path, teacher: Pa
 def test_a_teacher_that_knows_less_than_the_bundled_model_ends_the_run(
     data: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny_model().save_pretrained(tmp_path / "models" / "cifar10")
+    tiny_model().save_pretrained(tmp_path / "models" / bundles.DEFAULT)
     monkeypatch.setattr(bundles, "MODELS", tmp_path / "models")
     blind = load_file(teacher)
     blind["patch_embed.proj.weight"].zero_()  # all pictures look the same to it
@@ -518,3 +518,22 @@ def test_stages_follow_each_other_and_a_finished_one_is_not_run_again(data: Path
     for name, weight in second.items():
         torch.testing.assert_close(last[name], weight, atol=1e-4, rtol=1e-4, msg=name)
     assert not torch.equal(first["head.weight"], last["head.weight"])
+
+
+def test_a_last_stage_takes_class_frequencies_out_of_the_head(tmp_path: Path) -> None:
+    """Of 240 pictures that are told by nothing, 160 are of class 0: the head says so, and afterwards it does not."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 0, 0, 0, 1, 2], 40)
+    x = rng.integers(0, 256, (240, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "uneven.npz", x_train=x, y_train=labels, classes=np.array(["a", "b", "c"]))
+    stages = "stages=[{training={epochs=1}},{training={epochs=0,balance=1.0}}]"
+    command("train", tmp_path / "uneven.npz", *SMALL, "--set", "training.train_head=true", "--set", stages,
+            "-o", tmp_path / "run")  # fmt: skip
+    before, after = (ODEViT.from_pretrained(tmp_path / "run" / f"stage-{n}" / "bundle") for n in (1, 2))
+    learning, _ = read_data(read_recipe(tmp_path / "run" / "recipe.json", []))
+    assert learning.labels is not None
+    counts = np.bincount(learning.labels)
+    assert torch.equal(after.head.weight, before.head.weight)
+    expected = np.log(counts / counts.mean())
+    np.testing.assert_allclose((before.head.bias - after.head.bias).detach().numpy(), expected, atol=1e-5)
+    assert expected[0] > 0.5

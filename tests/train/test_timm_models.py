@@ -62,9 +62,9 @@ def test_other_classes_train_and_become_a_bundle(tmp_path: Path) -> None:
 
 
 def test_timms_own_transform_gives_our_pixels() -> None:
-    model = timm.create_model("ode_vit_imagenette")
+    model = timm.create_model("ode_vit_photos")
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-    words = bundle.read_config(bundle.find("imagenette")).preprocessing
+    words = bundle.read_config(bundle.find("photos")).preprocessing
     for path in EXAMPLES:
         own = images.prepare(images.read(path), words)
         assert np.abs(transform(Image.open(path).convert("RGB")).numpy() - own).max() < 1e-6
@@ -82,14 +82,14 @@ def test_other_folders_are_timms_own_affair(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"in_chans": 1}, "in_chans is 3 in this bundle, not 1"),
-        ({"img_size": 64}, "img_size is 176 in this bundle, not 64"),
+        ({"img_size": 96}, "img_size is 64 in this bundle, not 96"),
         ({"drop_rate": 0.5}, "has no dropout"),
         ({"depth": 3}, "has no setting 'depth'"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        timm.create_model("ode_vit_imagenette", **settings)
+        timm.create_model("ode_vit_photos", **settings)
 
 
 def test_the_bare_name_says_what_to_write() -> None:
