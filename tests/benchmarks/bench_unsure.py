@@ -18,7 +18,7 @@ from odevit_serve.runtime.results import Prediction
 
 
 def share(model: object, source: str, limit: int, left_out: set[str]) -> str:
-    images = datasets.pick(source, "test", None)
+    images = datasets.pick(source)
     rows = np.random.default_rng(0).permutation(len(images))
     if images.labels is not None:
         rows = np.array([row for row in rows if images.classes[images.labels[row]] not in left_out])
