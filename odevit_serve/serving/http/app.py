@@ -36,6 +36,7 @@ from .exchange import (
     as_problem,
     aside,
     awake,
+    decoded,
     in_time,
     note,
     parse_json,
@@ -241,8 +242,7 @@ async def _attention(request: Request, query: AskedAttention, served: Served, op
         raise DeadlineExceeded(f"the deadline passed before step {asked.step}")
     async with in_time(request, asked.deadline_ms, "the map was drawn"):
         own = engine.model.config  # of the model that answered: it may have been replaced since
-        drawing = served.submit(lambda e: e.decode(_draw, own, bodies[0], result, asked, engine.limits))
-        picture = await asyncio.wrap_future(drawing)
+        picture = await decoded(served, _draw, own, bodies[0], result, asked, engine.limits)
     headers = {"X-Label": _header(result.prediction.label), "X-Steps": str(result.prediction.steps)}
     return Response(picture, media_type="image/png", headers=headers)
 

@@ -85,6 +85,18 @@ async def aside(size: int, function: Any, *args: Any) -> Any:
     return await asyncio.to_thread(function, *args) if size > ASIDE else function(*args)
 
 
+async def decoded(served: Served, function: Any, *arguments: Any) -> Any:
+    """Call it where pictures are decoded; what an engine that is replaced has not begun, the next one does."""
+    while True:
+        future = served.submit(lambda engine: engine.decode(function, *arguments))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the request itself was
+                raise
+
+
 @asynccontextmanager
 async def in_time(request: Request, deadline_ms: float | None, what: str) -> AsyncIterator[None]:
     """Hold to the deadline of a request, counted from its arrival, what the engine does not do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import signal
 import socket
 import sys
@@ -103,6 +104,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             limit_concurrency=connections,
+            timeout_keep_alive=math.ceil(options.header_timeout) + 1,  # uvicorn's own comes after that of `Connection`
             timeout_graceful_shutdown=max(1, round(grace)),
             server_header=False,
             ws="none",

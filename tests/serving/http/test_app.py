@@ -11,6 +11,7 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -555,6 +556,27 @@ def test_maps_are_drawn_where_pictures_are_decoded(
     assert client.post("/v1/attention", content=png()).status_code == 200
     assert len(threads) == 2
     assert all(name.startswith("odevit-decode") for name in threads)
+
+
+def test_a_map_that_a_replaced_engine_did_not_begin_is_drawn_by_the_next(
+    start: Callable[..., tuple[Engine, httpx.Client]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was answered by a bare 500 when the model was loaded anew at that moment."""
+    engine, client = start()
+    futures: list[Future[Any]] = []
+    decode = engine.decode
+
+    def replaced(*arguments: Any) -> Future[Any]:
+        futures.append(decode(*arguments) if futures else Future())
+        if len(futures) == 1:
+            futures[0].cancel()  # as when its lane is closed
+        return futures[-1]
+
+    monkeypatch.setattr(engine, "decode", replaced)
+    answer = client.post("/v1/attention", content=png())
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "image/png")
+    assert len(futures) == 2
+    nothing_left(engine)
 
 
 def test_pictures_beyond_the_operators_limit_are_refused(start: Callable[..., tuple[Engine, httpx.Client]]) -> None:

@@ -14,8 +14,9 @@ from servers import png, running, until
 
 import odevit_serve
 from odevit_serve.serving.engine import Engine
+from odevit_serve.serving.http.app import create_app
 from odevit_serve.serving.http.middleware import Options
-from odevit_serve.serving.http.uvicorn_server import MAX_HEAD
+from odevit_serve.serving.http.uvicorn_server import MAX_HEAD, Server
 
 PATIENCE = 0.4
 
@@ -110,3 +111,10 @@ def test_quick_clients_keep_their_connection(address: tuple[str, int]) -> None:
         for _ in range(8):
             assert client.post("/v1/predict", content=png()).status_code == 200
             time.sleep(PATIENCE / 4)
+
+
+def test_the_pause_between_requests_is_as_long_as_was_asked_for(tiny_bundle: Path) -> None:
+    """uvicorn ends it after 5 seconds of its own unless it is told otherwise."""
+    engine = Engine(odevit_serve.load(tiny_bundle, threads=1))
+    app = create_app(engine, Options(header_timeout=30.5))
+    assert Server(app, 5.0, 10).config.timeout_keep_alive > 30.5
