@@ -64,6 +64,14 @@ def test_a_part_of_other_weights_is_refused(copy: Path, name: str) -> None:
         graphs(copy).maps(np.zeros((1, 19, 24), np.float32))
 
 
+@pytest.mark.parametrize("name", [bundle.STEM, bundle.STEP, bundle.ATTENTION])
+def test_metadata_that_is_no_text_is_told(copy: Path, name: str) -> None:
+    data = (copy / name).read_bytes()
+    (copy / name).write_bytes(data.replace(b"cc0-1.0", b"\x80c0-1.0"))
+    with pytest.raises(UserError, match=f"{name}"):
+        graphs(copy).maps(np.zeros((1, 19, 24), np.float32))
+
+
 def test_parts_that_do_not_fit(copy: Path) -> None:
     shutil.copy(copy / bundle.STEM, copy / bundle.STEP)
     with pytest.raises(UserError, match=r"is no ODE-ViT step\.onnx of this version: its inputs are pixel_values"):
