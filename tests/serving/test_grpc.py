@@ -171,9 +171,11 @@ def test_the_deadline_of_a_call_is_that_of_its_images(model: BundleModel) -> Non
         result, error = done[0]
         assert error is None
         assert result.as_numpy("label").tolist() == [model.predict(PICTURES[0]).label.encode()]
+        core.gate.clear()  # no step is taken until the deadline has passed
         with pytest.raises(InferenceServerException) as told:
-            client.infer("random", picture, client_timeout=1e-6)
+            client.infer("random", picture, client_timeout=0.05)
         assert told.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        core.gate.set()
         nothing_left(engine)
 
 
