@@ -178,7 +178,7 @@ def even_out(student: ODEViT, labels: np.ndarray | None, share: float) -> None:
     if labels is None:
         raise UsageError("training.balance needs labels: it counts the pictures of each class")
     counts = np.bincount(labels, minlength=student.config.architecture.classes).clip(1)
-    student.head.bias -= share * torch.from_numpy(np.log(counts / counts.mean())).to(student.head.bias)
+    student.head.bias.sub_(share * torch.from_numpy(np.log(counts / counts.mean())).to(student.head.bias))
 
 
 def follow(run: Run, student: ODEViT, teacher: Teacher, learning: Images) -> dict[int, float]:
