@@ -107,9 +107,10 @@ def answer(run: Inspection) -> str:
     if run.lowered_to is not None:
         other += f'<p class="differs">The engine is busy and allowed {run.lowered_to} steps.</p>'
     used, full = run.macs(), run.macs(run.depth.steps)
-    whole = run.steps == run.depth.steps  # then times differ by chance alone
-    took = "the same" if whole else _times(run.seconds, run.full_seconds)
-    rows = [("full depth", took, f"({1000 * run.full_seconds:.1f} ms)", _times(used, full), f"({_amount(full)})")]
+    # Of full depth itself, the two times differ by chance alone.
+    whole = run.seconds if run.steps == run.depth.steps else run.full_seconds
+    took = _times(run.seconds, whole)
+    rows = [("full depth", took, f"({1000 * whole:.1f} ms)", _times(used, full), f"({_amount(full)})")]
     teacher = run.config.teacher
     if teacher is not None:
         macs = costs.teacher_macs(teacher, run.config.architecture)
@@ -117,7 +118,7 @@ def answer(run: Inspection) -> str:
         name = f'teacher <span title="{escape(teacher.name)}">{escape(short)}</span>'
         took, of = "not measured", ""
         if teacher.time is not None:  # as the bundle has it: the teacher itself is not here
-            would = teacher.time * run.full_seconds
+            would = teacher.time * whole
             took, of = _times(run.seconds, would), f"(about {1000 * would:.1f} ms)"
         rows.append((name, took, of, _times(used, macs), f"({_amount(macs)})"))
     body = "".join(

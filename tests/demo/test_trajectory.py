@@ -139,6 +139,9 @@ def test_the_cost_against_the_teacher_is_in_time_too_where_the_bundle_has_it(eng
         shown = cards.answer(replace(run, config=config, seconds=0.02, full_seconds=0.01))
         assert words in shown, time
         assert ">vit</span>" in shown
+    whole = trajectory.run(engine, "tiny", picture(), Choice(adaptive=False))
+    shown = cards.answer(replace(whole, seconds=0.02, full_seconds=0.9))
+    assert "the same <span>(20.0 ms)</span>" in shown  # one measurement, not two that differ by chance
 
 
 def test_the_head_is_that_of_the_graph(engine: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
