@@ -16,6 +16,7 @@ from PIL import Image
 from servers import SlowSlots, nothing_left, running, until
 
 import odevit_serve
+from odevit_serve import bundle
 from odevit_serve.data.datasets import Images
 from odevit_serve.errors import UsageError
 from odevit_serve.export import job
@@ -116,6 +117,24 @@ def test_a_camera_that_changes(make: Callable[..., Engine]) -> None:
         cleared = client.post("/v1/audit/clear").json()
         assert (cleared["state"], cleared["tested"]["images"]) == ("holds", 0)
         assert all(answer["guaranteed"] for answer in look(0.0, 100))
+    accounted(engine)
+
+
+def test_a_camera_whose_focus_changes(make: Callable[..., Engine], tmp_path: Path) -> None:
+    """A trained model: quiet while pictures are as blurred as in calibration, an alarm within 400 audited ones later."""
+    taken = shots(600, 0, blur=4.0, side=32)
+    images = Images([str(i) for i in range(600)], None, (), lambda i: Image.fromarray(taken[i]), in_memory=True)
+    calibrate(bundle.find("cifar10"), images, 0.03, 0.05, "auto", threads=1, output=tmp_path / "camera")
+    engine = make(source=tmp_path / "camera")
+    assert all(answer.guaranteed for answer in ask(engine, shots(CLEAN, 1, blur=4.0, side=32)))
+    assert watched(engine).describe()["state"] == "holds"
+    for seed in range(2, 2 + SOON // 50):
+        ask(engine, shots(50, seed, blur=1.0, side=32))
+        if watched(engine).describe()["state"] == "rejected":
+            break
+    found = watched(engine).describe()
+    assert found["state"] == "rejected"
+    assert found["audited"] <= CLEAN + SOON
     accounted(engine)
 
 
