@@ -121,7 +121,7 @@ def test_a_camera_that_changes(make: Callable[..., Engine]) -> None:
 
 
 def test_a_camera_whose_focus_changes(make: Callable[..., Engine], tmp_path: Path) -> None:
-    """A trained model: quiet while pictures are as blurred as in calibration, an alarm within 400 audited ones later."""
+    """A trained model: quiet while pictures are blurred as in calibration, an alarm within 400 audited ones after."""
     taken = shots(600, 0, blur=4.0, side=32)
     images = Images([str(i) for i in range(600)], None, (), lambda i: Image.fromarray(taken[i]), in_memory=True)
     calibrate(bundle.find("cifar10"), images, 0.03, 0.05, "auto", threads=1, output=tmp_path / "camera")
