@@ -24,7 +24,7 @@ from .exits import Depth
 from .file_batch import FileBatch
 from .options import RequestOptions
 from .results import Attention, Failure, Prediction, Result, label_names
-from .sessions import Graphs, configuration, open_session
+from .sessions import Graphs, configuration, metadata, open_session
 from .slots import Job, Slots
 
 AT_ONCE = 4  # threads that compute at once, at most: they share the interpreter's lock
@@ -245,7 +245,7 @@ class FileModel(Model):
     def __init__(self, path: Path, device: str = "cpu", threads: int | None = None, trust: bool = False):
         self.session = open_session(path, device, threads, trust)
         self._opened = (device, threads, trust)
-        found = self.session.get_modelmeta().custom_metadata_map
+        found = metadata(self.session, path)
         super().__init__(path, configuration(found, path))
         if found.get("format") == "parts":
             raise UserError(f"{path} is one part of a bundle: give the folder it lies in")

@@ -159,7 +159,7 @@ class Sessions(NamedTuple):
     step: Any
 
 
-def _metadata(session: Any, path: Path) -> dict[str, str]:
+def metadata(session: Any, path: Path) -> dict[str, str]:
     try:
         return session.get_modelmeta().custom_metadata_map  # type: ignore[no-any-return]
     except UnicodeDecodeError:
@@ -247,8 +247,8 @@ class Graphs:
 
     def _setting(self, own: Integration) -> Setting:
         """What these graphs compute by; their own digests say whether a proof was made for them."""
-        stem = _metadata(self.stem, self.folder / bundle.STEM)
-        step = _metadata(self.step, self.folder / bundle.STEP)
+        stem = metadata(self.stem, self.folder / bundle.STEM)
+        step = metadata(self.step, self.folder / bundle.STEP)
         for name, found in ((bundle.STEM, stem), (bundle.STEP, step)):
             self._check_weights(name, found.get("weights", ""))
         return own.setting(step.get("precision", "fp32"), stem.get("graph", ""), step.get("graph", ""))
@@ -285,7 +285,7 @@ class Graphs:
     def attention(self) -> onnxruntime.InferenceSession:
         """Opened when a map is first asked for."""
         session = self._open(bundle.ATTENTION, self.threads)
-        self._check_weights(bundle.ATTENTION, _metadata(session, self.folder / bundle.ATTENTION).get("weights", ""))
+        self._check_weights(bundle.ATTENTION, metadata(session, self.folder / bundle.ATTENTION).get("weights", ""))
         return session
 
     def maps(self, states: np.ndarray) -> np.ndarray:

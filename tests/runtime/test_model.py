@@ -14,6 +14,7 @@ from PIL import Image
 import odevit_serve
 from odevit_serve import Failure, Prediction, load
 from odevit_serve.errors import UsageError, UserError
+from odevit_serve.export.job import Settings, export
 from odevit_serve.runtime import exits
 from odevit_serve.runtime.exits import ExitReason
 from odevit_serve.runtime.model import CAPACITY, BundleModel, FileModel, Reader
@@ -236,3 +237,13 @@ def test_lazy_names() -> None:
     assert "load" in odevit_serve.__all__
     with pytest.raises(AttributeError):
         _ = odevit_serve.nothing
+
+
+def test_metadata_that_is_no_text_is_one_sentence(tiny_bundle: Path, tmp_path: Path) -> None:
+    made = tmp_path / "file.onnx"
+    export(str(tiny_bundle), Settings(steps=2, output=str(made)))
+    whole = made.read_bytes()
+    at = whole.index(b'"horizon"')
+    made.write_bytes(whole[:at] + b'"\x80orizon"' + whole[at + 9 :])
+    with pytest.raises(UserError, match="is damaged: its metadata is no text"):
+        odevit_serve.load(made)
