@@ -13,11 +13,13 @@ from .errors import UsageError
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
+MOST = 300  # characters of a value in a message
 
 
 def shown(value: Any) -> str:
     """A value as a message quotes it: a file from elsewhere may hold anything of any length."""
-    return _short.repr(value)
+    text = _short.repr(value)  # bounds each part of a value, and not what many parts come to
+    return text if len(text) <= MOST else f"{text[:MOST]}..."
 
 
 def build(kind: Any, value: Any, where: str = "") -> Any:

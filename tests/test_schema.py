@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from odevit_serve.errors import UsageError
-from odevit_serve.schema import build
+from odevit_serve.schema import build, shown
 
 
 @dataclass(frozen=True)
@@ -54,3 +54,11 @@ def test_data_becomes_the_dataclass() -> None:
 def test_what_is_wrong_is_named(data: Any, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         build(Outer, data)
+
+
+def test_a_message_quotes_a_value_of_any_size_in_few_characters() -> None:
+    assert shown([1, "a"]) == "[1, 'a']"
+    deep: Any = "x" * 1000
+    for _ in range(4):
+        deep = {f"{number}" * 200: [deep] * 9 for number in range(9)}
+    assert len(shown(deep)) < 320

@@ -104,17 +104,8 @@ def bundle_systems(model: BundleModel, threads: int) -> list[System]:
     cost = {"kind": "bundle", "path": model.path}
     found = [System(FULL, "odevit-serve", run(model.depth(adaptive=False)), macs, files, cost)]
     for steps in range(1, min(4, own.steps)):
-        depth = model.depth(adaptive=False, steps=steps)
-        found.append(
-            System(
-                f"this model, {steps} {'step' if steps == 1 else 'steps'}",
-                "odevit-serve",
-                run(depth),
-                macs,
-                files,
-                cost,
-            )
-        )
+        name, depth = f"this model, {steps} step{'s' * (steps > 1)}", model.depth(adaptive=False, steps=steps)
+        found.append(System(name, "odevit-serve", run(depth), macs, files, cost))
     if model.depth().rule.name != "fixed":
         found.append(System("this model, adaptive", "odevit-serve", run(model.depth()), macs, files, cost))
     return found

@@ -217,7 +217,7 @@ def draw(report: Report) -> Image.Image:
         pictures.Curve("observed", pictures.BLUE, depth, [100 * row.observed for row in rows]),
         pictures.Curve(f"bound at {1 - proof.delta:.0%}", pictures.ORANGE, depth, [100 * row.bound for row in rows]),
     ]
-    fixed = [rival for rival in report.rivals if rival.name.startswith("fixed")]
+    fixed = [rival for rival in report.rivals if rival.fixed]
     same = [rival.mean_steps for rival in fixed]
     if fixed:
         error.append(pictures.Curve("the same depth for all", pictures.GREY, same, [100 * r.observed for r in fixed]))

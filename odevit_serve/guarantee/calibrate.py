@@ -78,6 +78,7 @@ class Rival:
     mean_steps: float
     observed: float
     accuracy: float | None
+    fixed: bool = False  # the same number of steps for all images
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ def fixed_steps(
         answers = short.answers[:, -1]
         wrong = float((answers != full.answers[:, -1]).mean())
         accuracy = None if full.labels is None else float((answers == full.labels).mean())
-        found.append(Rival(f"fixed, {count} step{'s' * (count > 1)}", float(count), wrong, accuracy))
+        found.append(Rival(f"fixed, {count} step{'s' * (count > 1)}", float(count), wrong, accuracy, fixed=True))
     return found
 
 

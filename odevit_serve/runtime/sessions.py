@@ -290,8 +290,15 @@ class Graphs:
 
     def maps(self, states: np.ndarray) -> np.ndarray:
         """How much CLS looks at each patch in the states [B,S*,D]: [B,heads,patches]."""
-        tokens = np.ascontiguousarray(states[:, : self.config.architecture.tokens])
-        return self.attention.run(["cls_attention"], {"state": tokens})[0]  # type: ignore[no-any-return]
+        session, shape = self.attention, self.config.architecture
+        tokens = np.ascontiguousarray(states[:, : shape.tokens])
+        try:
+            found: np.ndarray = session.run(["cls_attention"], {"state": tokens})[0]
+            if found.shape != (len(states), shape.heads, shape.patches):
+                raise ValueError(f"its maps have the shape {list(found.shape)}")
+        except Exception as error:  # onnxruntime's own classes share no other base
+            raise UserError(f"{self.folder / bundle.ATTENTION} is damaged: {_first_line(error)}") from None
+        return found
 
 
 def configuration(metadata: Mapping[str, str], path: Path) -> Config:

@@ -5,7 +5,7 @@
 The images are those that the bundles' runs set aside to choose the model by. Evaluations are of psi, for one image; at
 1% disagreement they are those of the best exit rule, its threshold from one half of the images, applied to the other.
 `--sizes` chooses the size of each image's steps by a tolerance; `--halting` fits a head that predicts whether the
-answer is final, on one half of the images, and compares it with the rules on the other.
+answer will still change, on one half of the images, and compares it with the rules on the other.
 """
 
 from __future__ import annotations

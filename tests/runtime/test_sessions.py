@@ -72,6 +72,28 @@ def test_metadata_that_is_no_text_is_told(copy: Path, name: str) -> None:
         graphs(copy).maps(np.zeros((1, 19, 24), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("was", "becomes", "told"),
+    [
+        ([-1, 19, 2, 3, 8], [-1, 19, 2, 3, 7], "while running Reshape"),
+        ([17], [7], r"its maps have the shape \[1, 3, 6\]"),  # where the patches end
+    ],
+)
+def test_an_attention_graph_that_opens_and_does_not_fit(
+    copy: Path, was: list[int], becomes: list[int], told: str
+) -> None:
+    """Found by fuzzing: what onnxruntime said was the message."""
+    import onnx
+    from onnx import numpy_helper
+
+    model = onnx.load(copy / bundle.ATTENTION)
+    (tensor,) = (t for t in model.graph.initializer if numpy_helper.to_array(t).tolist() == was)
+    tensor.CopyFrom(numpy_helper.from_array(np.array(becomes), tensor.name))
+    onnx.save(model, copy / bundle.ATTENTION)
+    with pytest.raises(UserError, match=f"{bundle.ATTENTION} is damaged: .*{told}"):
+        graphs(copy).maps(np.zeros((1, 19, 24), np.float32))
+
+
 def test_parts_that_do_not_fit(copy: Path) -> None:
     shutil.copy(copy / bundle.STEM, copy / bundle.STEP)
     with pytest.raises(UserError, match=r"is no ODE-ViT step\.onnx of this version: its inputs are pixel_values"):
