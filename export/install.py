@@ -11,10 +11,10 @@ from ..errors import UsageError, UserError
 from ..files import replace
 
 if TYPE_CHECKING:
-    from .job import Job
+    from .job import ExportJob
 
 
-def fitting(output: Path, job: Job) -> Path:
+def fitting(output: Path, job: ExportJob) -> Path:
     """The output asked for, if its name says what it will be: other tools go by that."""
     wanted, name = job.entry.suffix(job), job.entry.name
     if wanted and output.suffix != wanted:
@@ -24,7 +24,7 @@ def fitting(output: Path, job: Job) -> Path:
     return output
 
 
-def refuse_existing(job: Job) -> None:
+def refuse_existing(job: ExportJob) -> None:
     if job.settings.overwrite:
         return
     for path in [job.target / name for name in job.entry.in_bundle] or [job.target]:
@@ -47,7 +47,7 @@ def size(path: Path) -> int:
     return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size
 
 
-def scratch_folder(job: Job) -> Path:
+def scratch_folder(job: ExportJob) -> Path:
     """An empty folder beside the target: on the same disk, or a move would not be one step."""
     try:
         beside = job.target if job.entry.in_bundle and job.target.is_dir() else job.target.parent

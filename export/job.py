@@ -30,8 +30,8 @@ from ..runtime import exits
 from ..runtime.graph_builder import OPSET
 from ..runtime.graph_files import write_metadata
 from ..runtime.graphs import Parts
+from ..runtime.jobs import Job
 from ..runtime.sessions import Graphs
-from ..runtime.slots import Job as Image
 from ..runtime.slots import Slots, Step
 from ..solvers import SOLVERS, SPLITTINGS
 from . import checks, formats, install, precision, references
@@ -69,7 +69,7 @@ class Settings:
 
 
 @dataclass
-class Report:
+class ExportReport:
     """What was made and what was checked."""
 
     format: str
@@ -89,7 +89,7 @@ class Report:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
-class Job:
+class ExportJob:
     """An export under way. Formats call it for the parts, the checks and the progress lines they share."""
 
     def __init__(self, source: str | None, settings: Settings, say: Callable[[str], None]):
@@ -117,7 +117,7 @@ class Job:
         self.config = self._config()
         self.name: str = re.sub(r"[^\w.-]+", "-", self.own.name) or "model"
         macs = int(self.integration.macs(self.own.architecture))
-        self.report = Report(settings.format, self.own.name, settings.precision, self.integration, macs)
+        self.report = ExportReport(settings.format, self.own.name, settings.precision, self.integration, macs)
         self.target = install.fitting(Path(settings.output), self) if settings.output else self.entry.target(self)
         self._check_depth()
 
@@ -332,7 +332,7 @@ class Job:
         graphs = self.graphs
         slots = Slots(graphs, len(pixels))
         slots.measured = exits.Measured.of(self.config)
-        slots.admit(pixels, [Image(row, depth, trace=True) for row in range(len(pixels))])
+        slots.admit(pixels, [Job(row, depth, trace=True) for row in range(len(pixels))])
         ended: dict[int, Any] = {}
         while slots.active:
             ended |= {outcome.job.key: outcome for outcome in slots.step()}
@@ -383,10 +383,10 @@ def _integration(config: Config, settings: Settings, sizes: bool) -> Integration
     )
 
 
-def export(source: str | None, settings: Settings, say: Callable[[str], None] = lambda text: None) -> Report:
+def export(source: str | None, settings: Settings, say: Callable[[str], None] = lambda text: None) -> ExportReport:
     """Make what `settings` ask for of the bundle `source`; a failed check leaves nothing behind."""
     began = time.perf_counter()
-    job = Job(source, settings, say)
+    job = ExportJob(source, settings, say)
     install.refuse_existing(job)
     scratch = install.scratch_folder(job)
     try:

@@ -19,7 +19,7 @@ from odevit_serve.bundle import read_config, write_config
 from odevit_serve.cli import app
 from odevit_serve.export import formats
 from odevit_serve.export.formats.format import Format
-from odevit_serve.export.job import Job
+from odevit_serve.export.job import ExportJob
 from odevit_serve.runtime import exits
 from odevit_serve.solvers import Field, Memory, Result, Solver, Value
 from odevit_serve.train import losses
@@ -79,7 +79,7 @@ def test_a_rule(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path, tmp_path: Pa
 
 
 def test_a_format(monkeypatch: pytest.MonkeyPatch, tiny_bundle: Path, tmp_path: Path) -> None:
-    def make(job: Job, scratch: Path) -> dict[str, Path]:
+    def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
         (scratch / "labels.json").write_text(json.dumps(job.config.labels))
         return {"labels.json": job.target}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from ..job import ExportJob
 
 COMMON = ("output", "overwrite", "json", "check")
 DEPTH = ("steps", "horizon", "solver", "splitting")
@@ -22,8 +22,8 @@ class Format:
     depth: str
     makes: str  # what is written when --output is not given
     options: tuple[str, ...]
-    target: Callable[[Job], Path]  # where it goes when --output is not given
-    make: Callable[[Job, Path], dict[str, Path]]  # finished, checked files in a scratch folder, and where they go
+    target: Callable[[ExportJob], Path]  # where it goes when --output is not given
+    make: Callable[[ExportJob, Path], dict[str, Path]]  # finished, checked files in a scratch folder, and where they go
     extras: tuple[str, ...] = ()
-    suffix: Callable[[Job], str] = lambda job: ""  # that --output must end in; empty: it is a folder
+    suffix: Callable[[ExportJob], str] = lambda job: ""  # that --output must end in; empty: it is a folder
     in_bundle: tuple[str, ...] = ()  # files that it writes into the bundle itself

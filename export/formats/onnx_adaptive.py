@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from ...runtime.graph_builder import Builder, Value
     from ...runtime.graphs import Parts
-    from ..job import Job
+    from ..job import ExportJob
 
 READ = (
     "margin",
@@ -280,7 +280,7 @@ MASKING = """
             go_on = Greater (remaining, zero)"""
 
 
-def write(job: Job, path: Path, compact: bool = True) -> onnx.ModelProto:
+def write(job: ExportJob, path: Path, compact: bool = True) -> onnx.ModelProto:
     """The adaptive graph, written to `path` and checked."""
     with job.stage("put one step and its loop together"):
         graph = adaptive_graph(job.parts, job.config, compact)
@@ -297,7 +297,7 @@ def write(job: Job, path: Path, compact: bool = True) -> onnx.ModelProto:
     return graph
 
 
-def make(job: Job, scratch: Path) -> dict[str, Path]:
+def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
     write(job, scratch / "model.onnx")
     job.report.next = f"odevit-serve predict --model {job.quoted} image.jpg"
     return {"model.onnx": job.target}

@@ -10,10 +10,10 @@ from .format import DEPTH, PRECISION, Format
 if TYPE_CHECKING:
     import onnx
 
-    from ..job import Job
+    from ..job import ExportJob
 
 
-def write(job: Job, path: Path) -> onnx.ModelProto:
+def write(job: ExportJob, path: Path) -> onnx.ModelProto:
     """The unrolled graph, written to `path` and checked."""
     from ...runtime.graphs import unrolled_graph
 
@@ -29,7 +29,7 @@ def write(job: Job, path: Path) -> onnx.ModelProto:
     return graph
 
 
-def make(job: Job, scratch: Path) -> dict[str, Path]:
+def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
     write(job, scratch / "model.onnx")
     job.report.next = f"odevit-serve predict --model {job.quoted} image.jpg"
     return {"model.onnx": job.target}

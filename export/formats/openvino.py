@@ -22,7 +22,7 @@ from .format import DEPTH, PRECISION, Format
 if TYPE_CHECKING:
     import onnx
 
-    from ..job import Job
+    from ..job import ExportJob
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
 Array = np.ndarray[Any, Any]
@@ -73,7 +73,7 @@ class Compiled:
         return [found[name] for name in names or self.names]
 
 
-def make(job: Job, scratch: Path) -> dict[str, Path]:
+def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
     from .. import checks
 
     library()  # said before any work
@@ -111,7 +111,7 @@ def make(job: Job, scratch: Path) -> dict[str, Path]:
     return {"model.bin": beside, "model.xml": job.target}
 
 
-def _parts(job: Job, folder: Path) -> dict[str, onnx.ModelProto]:
+def _parts(job: ExportJob, folder: Path) -> dict[str, onnx.ModelProto]:
     """Stem, step and attention of the bundle, arranged for the solver asked for."""
     from ...runtime.graph_files import read
     from ...runtime.graphs import stem_graph, step_graph
@@ -128,7 +128,7 @@ def _parts(job: Job, folder: Path) -> dict[str, onnx.ModelProto]:
     return graphs
 
 
-def _check(job: Job, compiled: dict[str, Compiled]) -> None:
+def _check(job: ExportJob, compiled: dict[str, Compiled]) -> None:
     """The converted graphs against the runtime, as those that they were made of."""
     if job.settings.source == "parts":
         sessions = {f"{name}.onnx": session for name, session in compiled.items()}
@@ -145,7 +145,7 @@ def _check(job: Job, compiled: dict[str, Compiled]) -> None:
     )
 
 
-def _target(job: Job) -> Path:
+def _target(job: ExportJob) -> Path:
     return Path(f"{job.stem}-openvino" if job.settings.source == "parts" else f"{job.stem}-{job.settings.source}.xml")
 
 

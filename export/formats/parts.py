@@ -11,12 +11,12 @@ from .format import PRECISION, Format
 if TYPE_CHECKING:
     import onnx
 
-    from ..job import Job
+    from ..job import ExportJob
 
 NAMES = (bundle.STEM, bundle.STEP, bundle.ATTENTION)
 
 
-def write(job: Job, scratch: Path) -> dict[str, onnx.ModelProto]:
+def write(job: ExportJob, scratch: Path) -> dict[str, onnx.ModelProto]:
     """Stem, step and attention, written to `scratch` and checked along a whole trajectory.
 
     In fp32 they are traced from the weights; at lower precision they are made of the bundle's own.
@@ -44,7 +44,7 @@ def write(job: Job, scratch: Path) -> dict[str, onnx.ModelProto]:
     return graphs
 
 
-def make(job: Job, scratch: Path) -> dict[str, Path]:
+def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
     names = list(write(job, scratch))
     if job.target != job.folder:
         (scratch / bundle.CONFIG).write_text(job.config.to_json(), encoding="utf-8")

@@ -23,7 +23,7 @@ from . import onnx_adaptive, onnx_unrolled, parts
 from .format import DEPTH, PRECISION, Format
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from ..job import ExportJob
 
 GENERATIONS = {"ampere": "SM80", "ampere-rtx": "SM86", "ada": "SM89", "blackwell-rtx": "SM120"}
 MODULES = ("tensorrt_rtx", "tensorrt")
@@ -177,7 +177,7 @@ class TensorRTEngine:
         return {name: held[name].cpu().numpy() for name in self.outputs}
 
 
-def make(job: Job, scratch: Path) -> dict[str, Path]:
+def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
     from ... import bundle
 
     trt = find_module()
@@ -203,7 +203,7 @@ def make(job: Job, scratch: Path) -> dict[str, Path]:
     return {**targets, bundle.CONFIG: beside}
 
 
-def _target(job: Job) -> Path:
+def _target(job: ExportJob) -> Path:
     return Path(job.stem if job.settings.source == "parts" else f"{job.stem}-{job.settings.source}.engine")
 
 

@@ -14,7 +14,7 @@ from .format import DEPTH, PRECISION, Format
 
 if TYPE_CHECKING:
     from ..checks import Check
-    from ..job import Job
+    from ..job import ExportJob
 
 LABELS, CONFIG = "labels.txt", "config.pbtxt"
 
@@ -73,7 +73,7 @@ def lay_out(folder: Path, config: Config, name: str, batch: tuple[int, int, int]
     return check
 
 
-def make(job: Job, scratch: Path) -> dict[str, Path]:
+def make(job: ExportJob, scratch: Path) -> dict[str, Path]:
     name = job.target.name
     job.passed(lay_out(scratch / name, job.config, name, job.batch, job.settings.with_attention))
     onnx_unrolled.write(job, scratch / name / "1" / "model.onnx")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from ..bundle import Confidence
-    from ..guarantee.calibrate import Report
+    from ..guarantee.calibrate import CalibrationReport
 
 
 @app.command()
@@ -122,7 +122,7 @@ def calibrate(
     _finish(report, output or folder, plot, as_json)
 
 
-def _finish(report: Report, written: Path, plot: Path | None, as_json: bool) -> None:
+def _finish(report: CalibrationReport, written: Path, plot: Path | None, as_json: bool) -> None:
     from ..guarantee.calibrate import summary
 
     picture = plot or (written / "calibration.png" if written.is_dir() else written.with_suffix(".calibration.png"))
@@ -156,7 +156,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _print(report: Report, folder: Path, picture: Path) -> None:
+def _print(report: CalibrationReport, folder: Path, picture: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -204,7 +204,7 @@ def _print(report: Report, folder: Path, picture: Path) -> None:
     say(f"next: odevit-serve predict --model {folder} PATH...")
 
 
-def draw(report: Report) -> Image.Image:
+def draw(report: CalibrationReport) -> Image.Image:
     """Error and its bound, and accuracy, over the mean depth that each threshold gives; a fixed depth beside them."""
     from ..runtime import drawing as pictures
 

@@ -10,7 +10,7 @@ import typer
 from . import EXTRAS, app, require, say
 
 if TYPE_CHECKING:
-    from ..export.job import Report
+    from ..export.job import ExportReport
 
 
 @app.command()
@@ -77,7 +77,7 @@ def export(
         typer.echo(report.to_json())
 
 
-def _summary(report: Report) -> None:
+def _summary(report: ExportReport) -> None:
     own = report.integration
     say("")
     for path, size in report.files.items():

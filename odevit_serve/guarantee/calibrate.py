@@ -82,7 +82,7 @@ class Rival:
 
 
 @dataclass(frozen=True)
-class Report:
+class CalibrationReport:
     """The outcome: the policy to be written, what every threshold tested would have given, and the rules beside it."""
 
     policy: ExitPolicy
@@ -188,7 +188,7 @@ def calibrate(
     chosen_as: str = "",
     unsure: float | None = None,
     tolerance: float | None = None,
-) -> Report:
+) -> CalibrationReport:
     """Measure, test, and write the policy with its proof into the bundle, or into a copy of it at `output`.
 
     With `steps`, `solver` or `tolerance` the copy integrates by those, and the proof is for it: full depth is then its
@@ -229,7 +229,7 @@ def _calibrate(
     output: Path | None,
     chosen_as: str,
     unsure: float | None,
-) -> Report:
+) -> CalibrationReport:
     """The same for a folder whose graphs step as the configuration says."""
     own = config.integration
     model = BundleModel(folder, config, threads=threads)
@@ -289,7 +289,7 @@ def _calibrate(
     write_policy(folder, output, config.replace(exit=policy, confidence=confidence))
     full = None if tested.labels is None else float((tested.answers[:, -1] == tested.labels).mean())
     shown = (*rivals, *fixed_steps(model, images, labels, first, measured, target))
-    return Report(policy, chosen, tuple(rows), shown, full, recorder.skipped, confidence)
+    return CalibrationReport(policy, chosen, tuple(rows), shown, full, recorder.skipped, confidence)
 
 
 def competitors(rule: str) -> list[Rule]:
@@ -404,7 +404,7 @@ def open_images(
     return images
 
 
-def summary(report: Report) -> dict[str, Any]:
+def summary(report: CalibrationReport) -> dict[str, Any]:
     """Plain data, as printed by `calibrate --json`."""
     proof = report.policy.calibration
     assert proof is not None

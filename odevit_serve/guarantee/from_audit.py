@@ -19,7 +19,7 @@ from ..runtime.model import BundleModel
 from . import audit_file
 from .bounds import upper_bound
 from .calibrate import (
-    Report,
+    CalibrationReport,
     Row,
     check_numbers,
     choose,
@@ -41,7 +41,7 @@ def calibrate_from_audit(
     threads: int | None = None,
     output: Path | None = None,
     limit: int | None = None,
-) -> Report:
+) -> CalibrationReport:
     """Test thresholds on the newest `limit` audited images (None: all), and write the policy with its proof."""
     config = bundle.read_config(folder)
     setting = BundleModel(folder, config, threads=threads).graphs.setting
@@ -77,4 +77,4 @@ def calibrate_from_audit(
     policy = ExitPolicy(own.rule, threshold, times, own.travel, own.horizon, proof)
     known = None if config.confidence is None else replace(config.confidence, unsure=None)  # proven for another policy
     write_policy(folder, output, config.replace(exit=policy, confidence=known))
-    return Report(policy, chosen, tuple(rows), (), None, 0)
+    return CalibrationReport(policy, chosen, tuple(rows), (), None, 0)

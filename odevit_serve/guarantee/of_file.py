@@ -27,7 +27,7 @@ from ..runtime.exits import REASONS
 from ..runtime.model import FileModel
 from ..runtime.results import Prediction
 from .bounds import binomial_tail, upper_bound
-from .calibrate import Report, Rival, Row, check_numbers, match_labels, measuring
+from .calibrate import CalibrationReport, Rival, Row, check_numbers, match_labels, measuring
 from .confidence import measure_confidence
 
 SCALES = tuple(2.0**power for power in range(4, -7, -1))  # of the file's own threshold: how far others lie from it
@@ -96,7 +96,7 @@ def calibrate_file(
     output: Path | None = None,
     chosen_as: str = "",
     unsure: float | None = None,
-) -> Report | Confidence:
+) -> CalibrationReport | Confidence:
     """Prove a threshold for an adaptive file, and with labels fit its probabilities; write both into it."""
     model = FileModel(path, threads=threads)
     compute, config = model.compute(), model.config
@@ -152,7 +152,7 @@ def calibrate_file(
         known = measure_confidence((fitted, labels[first]), (early.logits, labels[second]), unsure, delta)
     _write(path, output or path, config.replace(exit=policy, confidence=known or config.confidence))
     accuracy = None if labels is None else float((full.index == labels[second]).mean())
-    return Report(policy, row, tuple(rows), tuple(rivals), accuracy, 0, known)
+    return CalibrationReport(policy, row, tuple(rows), tuple(rivals), accuracy, 0, known)
 
 
 def _measure(runner: Runner, rows: np.ndarray, own: float, epsilon: float) -> tuple[list[Rival], list[float]]:

@@ -28,7 +28,7 @@ class Durations:
         self.total += other.total
 
 
-class Stats:
+class Counters:
     """accepted == answered + failed + cancelled + those still held."""
 
     def __init__(self, capacity: int):
@@ -57,7 +57,7 @@ class Stats:
         self.queued.add(queue_seconds)
         self.computed.add(outcome.seconds)
 
-    def merge(self, other: Stats) -> None:
+    def merge(self, other: Counters) -> None:
         """Count what another engine of the same model has counted as well."""
         for name in ("accepted", "answered", "cancelled", "lowered", "saved"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

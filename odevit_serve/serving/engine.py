@@ -33,7 +33,7 @@ from ..runtime.results import Attention, Failure
 from ..runtime.slots import Outcome
 from . import tracing
 from .audit import Audit, AuditOptions
-from .counters import Stats
+from .counters import Counters
 from .deadlines import Deadlines
 from .decoders import Decoders
 from .pending import Pending
@@ -149,7 +149,7 @@ class Engine(Generic[M]):
         return self._pending.state
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> Counters:
         return self._pending.stats
 
     @property

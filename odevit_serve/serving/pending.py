@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ..errors import UserError
 from .audit import Audit
-from .counters import Stats
-from .queue import Line
+from .counters import Counters
+from .queue import RequestQueue
 from .requests import Overloaded, Request, Unavailable
 
 RUNNING = ("ready", "draining")  # states
@@ -29,11 +29,11 @@ class Pending:
 
     def __init__(self, places: int, capacity: int):
         self.places, self.capacity = places, capacity
-        self.stats = Stats(capacity)
+        self.stats = Counters(capacity)
         self.audit: Audit | None = None
         self.state = "new"  # then: warming, ready, draining, closed; or failed
         self.held: set[Request] = set()  # accepted and not yet ended
-        self.line: Line[Request] = Line()  # decoded, and without a slot
+        self.line: RequestQueue[Request] = RequestQueue()  # decoded, and without a slot
         self.taken = 0  # places that are taken: being decoded or in line
         self.lock = threading.RLock()
         self.work = threading.Condition(self.lock)  # for those that compute

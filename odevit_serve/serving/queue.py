@@ -1,4 +1,4 @@
-"""The waiting line: interactive before bulk, first come first served within each, and nobody starves."""
+"""The queue: interactive before bulk, first come first served within each, and nobody starves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Waiting(Protocol):
 
 
 T = TypeVar("T", bound=Waiting)
-SHARE = 4  # while bulk waits, one in so many that leave the line is bulk
+SHARE = 4  # while bulk waits, one in so many that leave the queue is bulk
 
 
-class Line(Generic[T]):
+class RequestQueue(Generic[T]):
     """Not safe for threads: the engine holds its lock around it.
 
     A bulk request with `b` others before it leaves after at most `SHARE * (b + 1)` departures, an interactive one with

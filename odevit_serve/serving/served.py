@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from .. import bundle
 from ..errors import UserError
-from .counters import Stats
+from .counters import Counters
 from .engine import Engine
 from .requests import Unavailable
 
@@ -47,7 +47,7 @@ class Asleep:
     active: int = 0
     pending: int = 0
     audit: None = None
-    stats: Stats = field(default_factory=lambda: Stats(0))
+    stats: Counters = field(default_factory=lambda: Counters(0))
 
     @classmethod
     def of(cls, engine: Engine) -> Asleep:
@@ -69,7 +69,7 @@ class Served:
         self.closing = False
         self._asleep: Asleep | None = None
         self._finishing: list[Engine] = []
-        self._past = Stats(0)  # of engines that have ended
+        self._past = Counters(0)  # of engines that have ended
         self._changing = threading.Lock()  # one change of this name at a time
         self._counting = threading.Lock()
 
@@ -102,10 +102,10 @@ class Served:
     def asleep(self) -> bool:
         return self.engine is None and self.wanted
 
-    def stats(self) -> Stats:
+    def stats(self) -> Counters:
         """What all engines of this name have counted."""
         with self._counting:
-            total = Stats(0)
+            total = Counters(0)
             for stats in (self._past, *(engine.stats for engine in self._engines())):
                 total.merge(stats)
             return total

@@ -8,8 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, wait
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import odevit_serve
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.runtime.exits import ExitReason
 from odevit_serve.runtime.model import BundleModel
-from odevit_serve.runtime.options import Priority, RequestOptions
-from odevit_serve.serving.deadlines import SPARE, Deadlines
+from odevit_serve.runtime.options import RequestOptions
 from odevit_serve.serving.engine import (
     DeadlineExceeded,
     Diverged,
@@ -35,7 +33,6 @@ from odevit_serve.serving.engine import (
     StepFailed,
     Unavailable,
 )
-from odevit_serve.serving.queue import SHARE, Line
 
 LAWS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -171,40 +168,6 @@ def test_nothing_is_lost_or_answered_twice_and_no_slot_leaks(
     settled(engine)
     assert engine.submit(pictures[0]).result(10)
     engine.close()
-
-
-@dataclass(eq=False)
-class Person:
-    number: int
-    priority: str
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["interactive", "bulk", "leave", "leave", "give up"]), max_size=120), st.randoms())
-def test_fairness_bound(script: list[str], random: Any) -> None:
-    line: Line[Person] = Line()
-    waiting: dict[Person, list[int]] = {}  # person -> [departures so far, bound]
-    order: dict[str, list[Person]] = {p: [] for p in Priority}
-    for number, action in enumerate([*script, *["leave"] * len(script)]):
-        if action in order:
-            person, ahead = Person(number, action), len(order[action])
-            line.push(person)
-            order[action].append(person)
-            own = ahead + 1
-            waiting[person] = [0, SHARE * own if action == "bulk" else own + -(-own // (SHARE - 1))]
-        elif action == "give up" and waiting:
-            person = random.choice(list(waiting))
-            assert line.remove(person)
-            order[person.priority].remove(person)
-            del waiting[person]
-        elif action == "leave" and line:
-            person = line.pop()
-            for count in waiting.values():
-                count[0] += 1
-            taken, bound = waiting.pop(person)
-            assert taken <= bound
-            assert order[person.priority].pop(0) is person  # first come, first served
-    assert len(line) == len(waiting) == 0
 
 
 def test_bulk_is_served_while_interactive_keeps_coming(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -583,29 +546,6 @@ def test_a_deadline_counts_from_arrival(make: Callable[..., Engine], pictures: n
     (early,) = engine.submit_many(pictures[:1], arrived=time.monotonic(), deadline_ms=20_000)
     assert early.result(10).prediction.label
     settled(engine)
-
-
-def test_deadlines_that_were_kept_are_forgotten() -> None:
-    fired: list[Any] = []
-
-    @dataclass
-    class Kept:
-        future: Future[None]
-        deadline: float
-
-    deadlines: Deadlines[Kept] = Deadlines(time.monotonic, fired.append)
-    for _ in range(1000):
-        kept = Kept(Future(), time.monotonic() + 3600)
-        deadlines.add(kept)
-        kept.future.set_result(None)
-    assert len(deadlines._heap) <= SPARE + 1
-    due = Kept(Future(), time.monotonic() + 0.01)
-    deadlines.add(due)
-    limit = time.monotonic() + 10
-    while not fired and time.monotonic() < limit:
-        time.sleep(0.001)
-    assert fired == [due]
-    deadlines.close()
 
 
 def test_maps_do_not_wait_for_decoders(

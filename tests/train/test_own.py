@@ -13,19 +13,15 @@ import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
 from conftest import tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
-from scipy.stats import binomtest
 
 from odevit_serve import cli
 from odevit_serve.bundle import read_config
-from odevit_serve.guarantee.calibrate import images_needed
 from odevit_serve.runtime.model import load_bundle
 from odevit_serve.train import own
 from odevit_serve.train.batches import PictureDataset
-from odevit_serve.train.finish import Confusion, Finished, interval, smallest_epsilon, worst_pair
+from odevit_serve.train.finish import Finished
 from odevit_serve.train.model import ODEViT
 
 
@@ -176,26 +172,3 @@ def test_two_classes_of_five_photographs_are_enough(photos: Path, start: Path, t
     code, said = command(tmp_path / "few", "--start", start, "--epochs", "1", "-o", tmp_path / "run")
     assert code == 0, said
     assert "6 to learn from, 2 to choose the model by, 2 to calibrate and measure it (seed 0)" in said
-
-
-@given(st.integers(0, 60), st.integers(1, 60))
-def test_the_interval_is_clopper_pearsons(right: int, count: int) -> None:
-    right = min(right, count)
-    expected = binomtest(right, count).proportion_ci(method="exact")
-    assert interval(right, count) == pytest.approx((expected.low, expected.high), abs=1e-6)
-
-
-@given(st.integers(2, 3000), st.sampled_from([0.01, 0.05, 0.2]))
-def test_the_smallest_epsilon_is_what_so_many_images_can_prove(count: int, delta: float) -> None:
-    epsilon = smallest_epsilon(count, delta)
-    if epsilon < 1:
-        assert images_needed(epsilon, delta) <= count
-    if 0.001 < epsilon < 1:
-        assert images_needed(epsilon - 0.00101, delta) > count
-
-
-def test_the_worst_pair() -> None:
-    labels = np.array([0, 0, 0, 1, 1, 2, 2, 2])
-    answers = np.array([0, 1, 2, 0, 1, 2, 2, 0])
-    assert worst_pair(answers, labels, ("a", "b", "c")) == Confusion("a", "b", 2, 5)
-    assert worst_pair(labels, labels, ("a", "b", "c")) is None
