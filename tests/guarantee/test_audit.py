@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from odevit_serve.guarantee import audit_file
 from odevit_serve.guarantee.audit import (
     BETS,
     RELEASE,
@@ -192,18 +190,3 @@ def test_candidates_go_from_strict_to_the_least() -> None:
     assert found[0] == 0.7
     assert found[-1] == 0.3
     assert found == sorted(found, reverse=True)
-
-
-def test_a_file_whose_last_line_was_cut_off_goes_on_and_is_read(tmp_path: Path) -> None:
-    """As a server leaves it that was killed while it wrote; the next one would have written into that line."""
-    path, head = tmp_path / "audit.jsonl", {"odevit_audit": audit_file.FORMAT}
-    record = audit_file.Audited(1, 2, 2, True, (0.5, 0.6), (2, 2), (0.0, 0.0))
-    for number in range(3):
-        writer = audit_file.AuditWriter(path, head)
-        writer.write(record)
-        writer.close()
-        if number < 2:
-            path.write_bytes(path.read_bytes()[:-9])
-    assert len(audit_file.read(path, head).scores) == 1  # each of the others was cut off
-    path.write_bytes(path.read_bytes() + b'{"steps"')
-    assert len(audit_file.read(path, head).scores) == 1
