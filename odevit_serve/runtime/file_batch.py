@@ -20,6 +20,7 @@ from .exits import REASONS, Depth, ExitReason
 from .jobs import Job, Outcome
 from .options import RequestOptions
 from .results import Attention, Result, conclude, label_names
+from .sessions import cannot_run
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -157,7 +158,14 @@ class FileBatch:
         if any(job.keep for job in jobs):
             wanted.append("cls_attention")
         session = self.session if self.alone else self._beside
-        return dict(zip(wanted, session.run(wanted, inputs)))
+        try:
+            outputs = dict(zip(wanted, session.run(wanted, inputs)))
+            shape = (len(jobs), self.config.architecture.classes)
+            if outputs["logits"].shape != shape:
+                raise ValueError(f"its logits have the shape {list(outputs['logits'].shape)}, not {list(shape)}")
+        except Exception as error:  # onnxruntime's own classes share no other base
+            raise cannot_run(self.name, error) from None
+        return outputs
 
     def _outcome(self, row: int, entry: _Waiting, outputs: dict[str, np.ndarray], now: float) -> Outcome:
         full = self.config.integration.steps

@@ -152,6 +152,11 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^/onnxruntime_src.*\) ", "", text).strip()[:300]
 
 
+def cannot_run(name: str | Path, error: Exception) -> UserError:
+    """A graph that opens, and fails on its way: it is damaged, or asks for more memory than it is given."""
+    return UserError(f"{name} cannot be run: {_first_line(error)}")
+
+
 class Sessions(NamedTuple):
     """The two graphs that an image goes through."""
 
@@ -297,7 +302,7 @@ class Graphs:
             if found.shape != (len(states), shape.heads, shape.patches):
                 raise ValueError(f"its maps have the shape {list(found.shape)}")
         except Exception as error:  # onnxruntime's own classes share no other base
-            raise UserError(f"{self.folder / bundle.ATTENTION} is damaged: {_first_line(error)}") from None
+            raise cannot_run(self.folder / bundle.ATTENTION, error) from None
         return found
 
 

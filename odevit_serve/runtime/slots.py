@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import step_size
-from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS
+from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, STEM, STEP
 from ..errors import UsageError
 from .dynamics import Floats
 from .exits import REASONS, Depth, ExitReason, Measured, Readings, Rule, decide
 from .jobs import Job, Outcome, Parked, Step
 from .options import RequestOptions
 from .results import Attention, Result, conclude, label_names
-from .sessions import Graphs, Sessions
+from .sessions import Graphs, Sessions, cannot_run
 
 __all__ = ["Job", "Outcome", "Slots", "Step"]
 
@@ -265,10 +265,16 @@ class Slots:
         binding = stem.io_binding()
         _bind(binding.bind_input, "pixel_values", pixels)
         _bind(binding.bind_output, "state", target)
-        stem.run_with_iobinding(binding)
+        try:
+            stem.run_with_iobinding(binding)
+        except Exception as error:  # onnxruntime's own classes share no other base
+            raise cannot_run(f"{self.graphs.folder.name}/{STEM}", error) from None
 
     def _run_step(self, rows: int) -> None:
-        self._sessions[self.alone].step.run_with_iobinding(self._bound(rows).binding)
+        try:
+            self._sessions[self.alone].step.run_with_iobinding(self._bound(rows).binding)
+        except Exception as error:  # onnxruntime's own classes share no other base
+            raise cannot_run(f"{self.graphs.folder.name}/{STEP}", error) from None
         self._side = 1 - self._side
 
     def _bound(self, rows: int) -> _Bound:

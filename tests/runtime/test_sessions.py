@@ -90,7 +90,7 @@ def test_an_attention_graph_that_opens_and_does_not_fit(
     (tensor,) = (t for t in model.graph.initializer if numpy_helper.to_array(t).tolist() == was)
     tensor.CopyFrom(numpy_helper.from_array(np.array(becomes), tensor.name))
     onnx.save(model, copy / bundle.ATTENTION)
-    with pytest.raises(UserError, match=f"{bundle.ATTENTION} is damaged: .*{told}"):
+    with pytest.raises(UserError, match=f"{bundle.ATTENTION} cannot be run: .*{told}"):
         graphs(copy).maps(np.zeros((1, 19, 24), np.float32))
 
 
