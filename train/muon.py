@@ -40,6 +40,6 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter.grad)
                 average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-                update = orthogonal(parameter.grad.lerp(average, momentum))
+                update = orthogonal(parameter.grad.lerp(average, momentum).flatten(1))  # a kernel: a row an output
                 parameter.mul_(1 - lr * group["weight_decay"])
-                parameter.add_(update, alpha=-0.2 * lr * max(parameter.shape) ** 0.5)
+                parameter.add_(update.view_as(parameter), alpha=-0.2 * lr * max(update.shape) ** 0.5)

@@ -49,7 +49,8 @@ class Distillation(Objective):
         return self.net
 
     def matrices(self) -> list[nn.Parameter]:
-        return [p for p in self.student.psi.parameters() if p.dim() == 2]
+        stem = self.student.patch.parameters() if self.settings.muon_stem else ()
+        return [p for p in self.student.psi.parameters() if p.dim() == 2] + [p for p in stem if p.dim() == 4]
 
     def watch(self) -> dict[str, float]:
         settings = self.settings

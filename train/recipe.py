@@ -100,6 +100,7 @@ class Training:
     optimizer: str = "adamw"  # adamw | muon (matrices of psi by Muon, the rest by AdamW)
     lr: float = 1e-4
     muon_lr: float = 2e-3
+    muon_stem: bool = False  # the kernels of a stem of convolutions by Muon, too
     weight_decay: float = 0.05
     schedule: str = "cosine-restarts"  # cosine-restarts | onecycle | constant
     warmup: float = 0.1  # part of the run
