@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from ..bundle import Preprocessing
 from ..data.datasets import Images
-from ..data.images import prepare
+from ..data.images import normalised, prepare
 from ..errors import UserError
 
 INTERPOLATION = {
@@ -78,6 +78,19 @@ class Photo:
         return view.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if _chance(0.5) else view
 
 
+class CropFlip:
+    """A random crop of the picture with its border reflected, and mirrored; torchvision's takes three times as long."""
+
+    def __init__(self, size: int):
+        self.size, self.border = size, size // 8
+
+    def __call__(self, picture: Image.Image) -> Image.Image:
+        wide = np.pad(np.asarray(picture), ((self.border,) * 2, (self.border,) * 2, (0, 0)), mode="reflect")
+        top, left = _below(2 * self.border + 1), _below(2 * self.border + 1)
+        view = wide[top : top + self.size, left : left + self.size]
+        return Image.fromarray(np.ascontiguousarray(view[:, ::-1] if _chance(0.5) else view))
+
+
 def _as_stored_small(picture: Image.Image, size: int) -> Image.Image:
     """A picture as sets of small ones store it: often without antialiasing, and compressed."""
     scale = size / min(picture.size)
@@ -118,7 +131,7 @@ def _augment(name: str, spec: Preprocessing) -> list[Any]:
     return {
         "none": whole,
         "flip": [*whole, flip],
-        "crop-flip": [*whole, crop, flip],
+        "crop-flip": [*whole, CropFlip(size)],
         "trivial": [*whole, crop, flip, v2.TrivialAugmentWide()],
         "randaugment": [*whole, crop, flip, v2.RandAugment(2, 9)],
     }[name]
@@ -128,14 +141,8 @@ def transform(spec: Preprocessing, augment: str | None = None) -> Callable[[Imag
     """PIL picture -> normalised tensor; `augment` None is the evaluation transform, the very one of serving."""
     if augment is None:
         return lambda picture: torch.from_numpy(prepare(picture, spec))
-    return v2.Compose(
-        [
-            *_augment(augment, spec),
-            v2.PILToTensor(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(spec.mean, spec.std),
-        ]
-    )
+    change = v2.Compose(_augment(augment, spec))
+    return lambda picture: torch.from_numpy(normalised(change(picture), spec))
 
 
 class PictureDataset(Dataset[tuple[Tensor, int, int, str]]):

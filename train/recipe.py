@@ -18,7 +18,7 @@ from typing import Any
 from ..bundle import Architecture, Config, Division, Integration, Preprocessing
 from ..errors import UsageError, UserError
 from ..schema import build
-from ..solvers import SOLVERS
+from ..solvers import SOLVERS, SPLITTINGS, splits
 from .class_names import shown_names
 from .presets import PRESETS
 
@@ -198,6 +198,15 @@ class Recipe:
         for solver in self.training.solvers:
             if solver not in SOLVERS:
                 raise UsageError(f"training.solvers: {solver!r} is none of {', '.join(SOLVERS)}")
+        own = {**dataclasses.asdict(PRESETS[self.preset].integration), **self.integration}
+        for solver in self.training.solvers or [name for name in SOLVERS if name == own["solver"]]:
+            if own["splitting"] in SPLITTINGS and not splits(solver, own["splitting"]):
+                raise UsageError(f"the solver {solver} has no sub-flows: integration.splitting must be parallel")
+            if self.training.gradient == "adjoint" and not SOLVERS[solver].order:
+                raise UsageError(
+                    f"training.gradient 'adjoint' integrates back in time, which the solver {solver} does not follow: "
+                    "choose backprop or implicit"
+                )
         if not 0 <= self.training.beyond <= 4:
             raise UsageError(f"training.beyond must be from 0 to 4, not {self.training.beyond}")
         if not 0 <= self.data.crop_pct <= 1:

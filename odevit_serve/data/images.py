@@ -235,8 +235,13 @@ def _from_floats(array: np.ndarray, label: str) -> np.ndarray:
 
 def prepare(picture: Image.Image, transform: Preprocessing) -> np.ndarray:
     """Pixel values [3,H,W] as the model wants them: resized, cropped, normalised."""
+    _, height, width = transform.input_size
+    return normalised(_fit(picture, transform, (width, height)), transform)
+
+
+def normalised(picture: Image.Image, transform: Preprocessing) -> np.ndarray:
+    """Pixel values [3,H,W] of a picture that has the size the model wants."""
     channels, height, width = transform.input_size
-    picture = _fit(picture, transform, (width, height))
     if channels == 1:
         picture = picture.convert("L")
     pixels = np.asarray(picture, np.float32).reshape(height, width, channels)

@@ -15,7 +15,7 @@ from PIL import Image
 from odevit_serve.bundle import Preprocessing
 from odevit_serve.data.datasets import Images, open_splits
 from odevit_serve.errors import UserError
-from odevit_serve.train.batches import Order, PictureDataset, Unreadable, loader, set_epoch, transform
+from odevit_serve.train.batches import CropFlip, Order, PictureDataset, Unreadable, loader, set_epoch, transform
 
 SPEC = Preprocessing((3, 16, 16), (0.5, 0.4, 0.3), (0.5, 0.25, 0.2), "bicubic", 0.875)
 
@@ -57,6 +57,19 @@ def test_augmentation_is_a_function_of_seed_epoch_and_image(augment: str) -> Non
             first.epoch = epoch
             variants.append(first[5][0])
         assert any(not torch.equal(variants[0], other) for other in variants[1:])
+
+
+def test_crop_flip_shows_windows_of_the_picture_with_its_border_reflected() -> None:
+    pictures = images()
+    whole = np.asarray(pictures.read(0).resize((19, 16), Image.Resampling.BICUBIC).crop((1, 0, 17, 16)))
+    wide = np.pad(whole, ((2, 2), (2, 2), (0, 0)), mode="reflect")
+    windows = [wide[top : top + 16, left : left + 16] for top in range(5) for left in range(5)]
+    known = {window.tobytes() for window in windows} | {window[:, ::-1].tobytes() for window in windows}
+    shown = CropFlip(16)
+    torch.manual_seed(0)
+    seen = {np.asarray(shown(Image.fromarray(whole))).tobytes() for _ in range(300)}
+    assert seen <= known
+    assert len(seen) == 50  # all of them come up
 
 
 def view_at(pictures: PictureDataset, epoch: int) -> torch.Tensor:

@@ -150,6 +150,11 @@ def test_muons_matrices_are_those_of_psi() -> None:
     assert len(which.matrices()) == 6
 
 
+def test_with_muon_stem_the_kernels_of_the_stem_are_among_them() -> None:
+    which = objective(muon_stem=True)
+    assert [tuple(p.shape) for p in which.matrices()[6:]] == [tuple(which.student.patch.weight.shape)]
+
+
 def test_the_bound_is_watched() -> None:
     assert objective().watch()["bound"] > 0
 
