@@ -33,7 +33,7 @@ from .own import CALIBRATION, VALIDATION
 from .presets import PRESETS
 from .progress import Say, counted
 from .recipe import Teaching
-from .teacher import load_teacher
+from .teacher_sources import load_teacher
 from .teacher_head import probe
 
 LEAST = 5  # photographs of a kind that are left out at least

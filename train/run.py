@@ -42,7 +42,8 @@ from .model import ODEViT, normalised
 from .objective import Distillation
 from .progress import Say
 from .recipe import Recipe
-from .teacher import Teacher, TeacherCache, copy_into, layer_distances, layer_times
+from .teacher import Teacher, TeacherCache, layer_distances, layer_times
+from .teacher_copy import copy_into
 from .teacher_head import make_teacher
 from .warm_start import imitate, start_from, with_norms
 

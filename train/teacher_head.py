@@ -24,7 +24,8 @@ from .model import ODEViT
 from .objective import FineTuning
 from .progress import Say, counted
 from .recipe import Recipe
-from .teacher import Teacher, choose_classes, load_teacher, new_head, with_accuracy
+from .teacher import Teacher, choose_classes, new_head, with_accuracy
+from .teacher_sources import load_teacher
 
 ENOUGH = 4_000  # images to learn from, and as many to judge by, that a baseline is measured on at most
 

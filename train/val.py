@@ -30,7 +30,8 @@ from .judge import judge
 from .model import ODEViT
 from .progress import Say
 from .recipe import Teaching
-from .teacher import Teacher, choose_classes, load_teacher
+from .teacher import Teacher, choose_classes
+from .teacher_sources import load_teacher
 
 
 def _noise(strength: float, batch: Batch, config: Config) -> Tensor:

@@ -131,7 +131,7 @@ def _vit_systems(
     vit, macs = build_vit(words), float(costs.teacher_macs(shape, own))
     if file is not None:
         from ..train.recipe import Teaching
-        from ..train.teacher import load_teacher
+        from ..train.teacher_sources import load_teacher
 
         vit, name = load_teacher(Teaching(weights=str(file)), own).vit.eval(), "the teacher"
         words["init_values"] = 1.0 if any(".ls1." in key for key in vit.state_dict()) else None

@@ -32,7 +32,7 @@ from odevit_serve.train.loop import accelerator
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.recipe import GRADIENTS, read_recipe
 from odevit_serve.train.run import Run, read_data, remember
-from odevit_serve.train.teacher import load_teacher
+from odevit_serve.train.teacher_sources import load_teacher
 from odevit_serve.train.warm_start import missed
 
 SMALL = [

@@ -1,4 +1,4 @@
-"""Teachers: loading, resampling, heads, the schedule, what the student copies."""
+"""Teachers: their states, their heads, the schedule of their layers, their remembered answers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
-from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import costs
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
@@ -24,33 +22,20 @@ from odevit_serve.train.recipe import Teaching
 from odevit_serve.train.teacher import (
     TeacherCache,
     choose_classes,
-    copy_into,
     layer_distances,
     layer_times,
-    load_teacher,
     new_head,
     on_grid,
-    to_timm_names,
 )
+from odevit_serve.train.teacher_copy import copy_into
+from odevit_serve.train.teacher_sources import load_teacher
 
-SHAPE = Architecture(16, 4, 64, 1, 2.0, 7)
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=64, depth=3, num_heads=1, mlp_ratio=2, num_classes=7)
-    path = tmp_path_factory.mktemp("teacher") / "vit.safetensors"
-    with torch.no_grad():
-        for parameter in vit.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    save_file(vit.state_dict(), path)
-    return path
+SHAPE = Architecture(16, 4, 64, 1, 2.0, 7)  # of the teacher in conftest.py
 
 
 @torch.no_grad()
-def test_the_last_state_is_the_one_the_head_reads(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), SHAPE).eval()
+def test_the_last_state_is_the_one_the_head_reads(teacher_weights: Path) -> None:
+    teacher = load_teacher(Teaching(weights=str(teacher_weights)), SHAPE).eval()
     pixels = torch.randn(2, 3, 16, 16)
     states = teacher.states(pixels)
     assert len(states) == 4
@@ -59,24 +44,16 @@ def test_the_last_state_is_the_one_the_head_reads(weights: Path) -> None:
     assert (teacher.facts.layers, teacher.facts.width, teacher.facts.heads, teacher.facts.mlp_ratio) == (3, 64, 1, 2.0)
 
 
-def test_facts_count_the_teachers_parameters(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), SHAPE)
+def test_facts_count_the_teachers_parameters(teacher_weights: Path) -> None:
+    teacher = load_teacher(Teaching(weights=str(teacher_weights)), SHAPE)
     assert costs.teacher_parameters(teacher.facts, SHAPE) == sum(p.numel() for p in teacher.parameters())
 
 
 @torch.no_grad()
-def test_other_picture_and_patch_sizes_are_resampled(weights: Path) -> None:
-    shape = Architecture(24, 8, 64, 1, 2.0, 7)
-    teacher = load_teacher(Teaching(weights=str(weights)), shape)
-    assert teacher(torch.randn(1, 3, 24, 24)).shape == (1, 7)
-    assert teacher.vit.pos_embed.shape == (1, 10, 64)
-
-
-@torch.no_grad()
-def test_a_teacher_can_see_the_pictures_in_a_size_of_its_own(weights: Path) -> None:
+def test_a_teacher_can_see_the_pictures_in_a_size_of_its_own(teacher_weights: Path) -> None:
     shape = dataclasses.replace(SHAPE, image_size=8)
-    plain = load_teacher(Teaching(weights=str(weights)), SHAPE).eval()
-    teacher = load_teacher(Teaching(weights=str(weights), image_size=16), shape).eval()
+    plain = load_teacher(Teaching(weights=str(teacher_weights)), SHAPE).eval()
+    teacher = load_teacher(Teaching(weights=str(teacher_weights), image_size=16), shape).eval()
     small = torch.randn(2, 3, 8, 8)
     large = torch.nn.functional.interpolate(small, (16, 16), mode="bicubic", antialias=True)
     torch.testing.assert_close(teacher(small), plain(large))
@@ -90,115 +67,9 @@ def test_a_teacher_can_see_the_pictures_in_a_size_of_its_own(weights: Path) -> N
     torch.testing.assert_close(student.position[:, :1], teacher.vit.pos_embed[:, :1])
 
 
-def test_students_copies_are_equal_frozen_and_its_own(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), SHAPE)
-    student = ODEViT(Config(SHAPE, Integration(3.0, 3), Preprocessing((3, 16, 16))))
-    copy_into(teacher, student)
-    student.freeze_copied()
-    pixels = torch.randn(2, 3, 16, 16)
-    with torch.no_grad():
-        torch.testing.assert_close(student.stem(pixels), teacher.hidden(pixels)[0])
-        before = student.stem(pixels).clone()
-        teacher.vit.pos_embed.add_(1)
-        teacher.vit.head.weight.add_(1)
-        torch.testing.assert_close(student.stem(pixels), before)
-    assert not student.head.weight.requires_grad
-    assert not torch.equal(student.head.weight, teacher.vit.head.weight)
-
-
 @torch.no_grad()
-def test_a_warm_start_is_the_teachers_block_up_to_its_norm_and_biases(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), SHAPE)
-    student = ODEViT(Config(SHAPE, Integration(3.0, 3), Preprocessing((3, 16, 16))))
-    copy_into(teacher, student, warm_start=1)
-    block = teacher.vit.blocks[1]
-    torch.testing.assert_close(student.psi.attention.key.weight, block.attn.qkv.weight[64:128])
-    torch.testing.assert_close(student.psi.mlp.down.weight, block.mlp.fc2.weight)
-    with pytest.raises(UsageError, match="blocks 0 to 2"):
-        copy_into(teacher, student, warm_start=3)
-
-
-def test_a_student_of_another_width_copies_nothing(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), Architecture(16, 4, 32, 1, 2.0, 7))
-    student = ODEViT(Config(Architecture(16, 4, 32, 1, 2.0, 7), Integration(3.0, 3), Preprocessing((3, 16, 16))))
-    before = {name: value.clone() for name, value in student.state_dict().items()}
-    copy_into(teacher, student)
-    for name, value in student.state_dict().items():
-        torch.testing.assert_close(value, before[name], msg=name)
-
-
-@torch.no_grad()
-def test_a_teacher_can_keep_patches_of_its_own_size(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights), image_size=24, patch_size=4), Architecture(16, 8, 64, 1))
-    assert teacher.vit.patch_embed.proj.weight.shape == (64, 3, 4, 4)
-    assert teacher.vit.pos_embed.shape == (1, 37, 64)
-
-
-def test_files_that_are_no_teacher(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
-        load_teacher(Teaching(weights=str(tmp_path / "none.safetensors")), SHAPE)
-    junk = tmp_path / "junk.safetensors"
-    junk.write_bytes(b"not a safetensors file at all")
-    with pytest.raises(UserError, match="not a safetensors file"):
-        load_teacher(Teaching(weights=str(junk)), SHAPE)
-    save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match="plain ViT in timm's names"):
-        load_teacher(Teaching(weights=str(tmp_path / "other.safetensors")), SHAPE)
-    with pytest.raises(UsageError, match="timm:NAME or hf:NAME"):
-        load_teacher(Teaching(source="vit_tiny"), SHAPE)
-    with pytest.raises(UserError, match="timm could not load"):
-        load_teacher(Teaching(source="timm:no_such_model"), SHAPE)
-
-
-@torch.no_grad()
-def test_transformers_weights_give_the_same_answers_under_timms_names(tmp_path: Path) -> None:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(1)
-    config = ViTConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, image_size=16, patch_size=4,
-        num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-12,
-    )  # fmt: skip
-    original = ViTForImageClassification(config).eval()
-    for parameter in original.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.05)
-    original.save_pretrained(tmp_path / "hf")
-    shape = Architecture(16, 4, 64, 2, 2.0, 5)
-    teacher = load_teacher(Teaching(source=f"hf:{tmp_path / 'hf'}"), shape).eval()
-    pixels = torch.randn(3, 3, 16, 16)
-    torch.testing.assert_close(teacher(pixels), original(pixels).logits, atol=1e-5, rtol=1e-4)
-    assert teacher.facts.heads == 2
-
-
-def test_the_older_names_of_transformers_are_read_too() -> None:
-    state = {
-        "embeddings.cls_token": torch.zeros(1, 1, 4),
-        "embeddings.position_embeddings": torch.zeros(1, 2, 4),
-        "layernorm.weight": torch.ones(4),
-        "layernorm.bias": torch.zeros(4),
-    }
-    for kind, size in (("weight", (4, 4)), ("bias", (4,))):
-        state[f"embeddings.patch_embeddings.projection.{kind}"] = torch.zeros(size)
-        for name in ("attention.attention.query", "attention.attention.key", "attention.attention.value"):
-            state[f"encoder.layer.0.{name}.{kind}"] = torch.full(size, float(len(name)))
-        for name in (
-            "attention.output.dense",
-            "intermediate.dense",
-            "output.dense",
-            "layernorm_before",
-            "layernorm_after",
-        ):
-            state[f"encoder.layer.0.{name}.{kind}"] = torch.zeros(size)
-    named = to_timm_names(state, 1)
-    assert named["blocks.0.attn.qkv.bias"].tolist() == [25.0] * 4 + [23.0] * 4 + [25.0] * 4
-    del state["layernorm.bias"]
-    with pytest.raises(UserError, match=r"no tensor layernorm\.bias"):
-        to_timm_names(state, 1)
-
-
-@torch.no_grad()
-def test_a_head_cut_down_to_some_of_its_classes(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), SHAPE).eval()
+def test_a_head_cut_down_to_some_of_its_classes(teacher_weights: Path) -> None:
+    teacher = load_teacher(Teaching(weights=str(teacher_weights)), SHAPE).eval()
     pixels = torch.randn(2, 3, 16, 16)
     whole = teacher(pixels)
     choose_classes(teacher, ("4", "0"))
@@ -209,8 +80,8 @@ def test_a_head_cut_down_to_some_of_its_classes(weights: Path) -> None:
     assert teacher(pixels).shape == (2, 3)
 
 
-def test_distances_are_measured_between_layers_before_the_last_norm(weights: Path) -> None:
-    teacher = load_teacher(Teaching(weights=str(weights)), SHAPE).eval()
+def test_distances_are_measured_between_layers_before_the_last_norm(teacher_weights: Path) -> None:
+    teacher = load_teacher(Teaching(weights=str(teacher_weights)), SHAPE).eval()
     batches = [torch.randn(3, 3, 16, 16), torch.randn(1, 3, 16, 16)]
     distances = layer_distances(teacher, batches)
     with torch.no_grad():
@@ -302,12 +173,3 @@ def test_a_disk_without_room_for_the_answers_is_told_at_the_start(
     with pytest.raises(UserError, match=r"take 12 bytes \(No space left on device\)"):
         TeacherCache(tmp_path, "key", images=6, views=2, layers=1, width=4, classes=3)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-@torch.no_grad()
-def test_the_real_teacher(real_data: Path) -> None:
-    spec = Teaching(weights=str(real_data / "vit_tiny_patch16_224.safetensors"))
-    teacher = load_teacher(spec, Architecture(224, 16, 192, 3)).eval()
-    assert sum(p.numel() for p in teacher.parameters()) == 5_717_416
-    small = load_teacher(spec, Architecture(32, 4, 192, 3))
-    assert small.vit.patch_embed.proj.weight.shape == (192, 3, 4, 4)

@@ -30,7 +30,8 @@ from ..loop import Say
 from ..losses import error_bound
 from ..model import ODEViT
 from ..recipe import Teaching
-from ..teacher import Teacher, choose_classes, load_teacher
+from ..teacher import Teacher, choose_classes
+from ..teacher_sources import load_teacher
 from . import lyapunov
 from . import numbers as sections
 from .energy import energy
