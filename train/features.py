@@ -5,8 +5,8 @@ The same function fits the head of a student (the baseline that fine-tuning has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ class Head:
     weight: Tensor  # [C,D]
     bias: Tensor  # [C]
     accuracy: float  # mean over the classes that have such images
+    strength: float  # of the data against the prior: the one of STRENGTHS that was best
 
     def copy_to(self, layer: nn.Linear) -> None:
         with torch.no_grad():
@@ -74,23 +75,33 @@ def fit_head(
 
     Features are standardised for the fit, and the head is for those as they are. Ties go to the smaller loss.
     """
-    mean, std = known.mean(0), known.std(0).nan_to_num() + 1e-6
-    x, y = (known - mean) / std, torch.from_numpy(labels)
-    weights = torch.from_numpy(balanced(labels, classes)).float()
-    strengths: Sequence[float] = STRENGTHS if x.numel() * classes < LARGE else STRENGTHS[1:2]
-    weight, bias = torch.zeros(classes, x.shape[1]), torch.zeros(classes)
+    few = known.numel() * classes < LARGE
     best: tuple[tuple[float, float], Head] | None = None
-    for strength in strengths:
-        weight, bias = _regress(x, y, weights, weight, bias, strength, most)
-        own = weight / std
-        head = Head(own, bias - own @ mean, 0.0)
+    for head in _heads(known, labels, classes, STRENGTHS if few else STRENGTHS[1:2], most):
         logits = judged @ head.weight.T + head.bias
         score = class_mean(logits.argmax(1).numpy(), judged_labels)
         loss = float(F.cross_entropy(logits, torch.from_numpy(judged_labels))) if len(judged_labels) else 0.0
         if best is None or (score, -loss) > best[0]:
-            best = (score, -loss), Head(head.weight, head.bias, score)
+            best = (score, -loss), replace(head, accuracy=score)
     assert best is not None
     return best[1]
+
+
+def refit(head: Head, known: Tensor, labels: np.ndarray, most: int = 100) -> Head:
+    """The same head, at the strength that was chosen for it, for other features and labels: all there are, say."""
+    return next(_heads(known, labels, len(head.bias), [head.strength], most))
+
+
+def _heads(known: Tensor, labels: np.ndarray, classes: int, strengths: Sequence[float], most: int) -> Iterator[Head]:
+    """A head at each strength of its prior, each fitted from the one before."""
+    mean, std = known.mean(0), known.std(0).nan_to_num() + 1e-6
+    x, y = (known - mean) / std, torch.from_numpy(labels)
+    weights = torch.from_numpy(balanced(labels, classes)).float()
+    weight, bias = torch.zeros(classes, x.shape[1]), torch.zeros(classes)
+    for strength in strengths:
+        weight, bias = _regress(x, y, weights, weight, bias, strength, most)
+        own = weight / std
+        yield Head(own, bias - own @ mean, 0.0, strength)
 
 
 def _regress(

@@ -29,12 +29,12 @@ from .features import encoder, features
 from .finish import interval
 from .loop import accelerator
 from .model import ODEViT
-from .own import CALIBRATION, VALIDATION
+from .own import CALIBRATION, SIZE, VALIDATION, resized
 from .presets import PRESETS
 from .progress import Say, counted
 from .recipe import Teaching
-from .teacher_sources import load_teacher
 from .teacher_head import probe
+from .teacher_sources import load_teacher
 
 LEAST = 5  # photographs of a kind that are left out at least
 
@@ -94,7 +94,7 @@ def run(data: str, task: Task, teacher_weights: Path | None, scratch: Path, say:
     assert held.labels is not None
     truth = np.array([own.classes.index(held.classes[label]) for label in held.labels])
     rows = [_row("the largest class", np.full(len(truth), np.bincount(own.labels).argmax()), truth, 0.0)]  # type: ignore[arg-type]
-    start = ODEViT.from_pretrained(task.start or None)
+    start = resized(ODEViT.from_pretrained(task.start or None), 0 if task.start else SIZE)
     rows.append(_probed("logistic regression, same features", *_student(start), own, held, truth, task, say))
     if teacher_weights is not None:
         named = "probe of the teacher"

@@ -29,6 +29,9 @@ def train(
     minutes: float = typer.Option(None, "--minutes", min=0.1, help="Time to the finished bundle. Default: 5."),
     epochs: int = typer.Option(None, "--epochs", min=0, help="Passes over the pictures, in place of minutes."),
     start: str = typer.Option(None, "--start", metavar="BUNDLE", help="Start from it. Default: the bundled model."),
+    size: int = typer.Option(
+        None, "--size", min=1, help="Side of the pictures in pixels. Default: 96; with --start, that of the bundle."
+    ),
     epsilon: float = typer.Option(None, "--epsilon", help="Epsilon of the guarantee of early exit. Default: 0.01."),
     config: str = typer.Option(None, "--config", help="Recipe: a TOML file, or the name of a shipped one."),
     teacher: str = typer.Option(None, "--teacher", help="timm:NAME or hf:NAME: follow this teacher."),
@@ -63,7 +66,7 @@ def train(
     )
     if resume is not None:
         by_recipe = not (resume / WORK).is_dir() or by_recipe
-    given = {"minutes": minutes, "start": start, "epsilon": epsilon}
+    given = {"minutes": minutes, "start": start, "size": size, "epsilon": epsilon}
     if not by_recipe:
         asked = {"data": data, "epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed, **given}
         own(asked, output or Path("runs/mine"), resume, dry_run, begun)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from odevit_serve.train.features import STRENGTHS, _regress, balanced, class_mean, fit_head
+from odevit_serve.train.features import STRENGTHS, _regress, balanced, class_mean, fit_head, refit
 
 
 def cloud(seed: int, count: int = 60, classes: int = 3, width: int = 5) -> tuple[torch.Tensor, np.ndarray]:
@@ -67,3 +67,15 @@ def test_balanced_weights_give_every_class_the_same_share(values: list[int]) -> 
     assert weights.mean() == pytest.approx(1.0)
     shares = [weights[labels == c].sum() for c in np.unique(labels)]
     np.testing.assert_allclose(shares, shares[0])
+
+
+def test_refit_is_the_head_at_the_strength_that_was_chosen() -> None:
+    generator = torch.Generator().manual_seed(5)
+    labels = np.arange(60) % 3
+    x = torch.randn(60, 6, generator=generator) + 2 * torch.nn.functional.one_hot(torch.from_numpy(labels), 6)
+    head = fit_head(x[:40], labels[:40], x[40:], labels[40:], 3)
+    again = refit(head, x[:40], labels[:40], most=200)
+    torch.testing.assert_close(again.weight, head.weight, atol=2e-3, rtol=0)
+    more = refit(head, x, labels)
+    assert (more.answers(x[40:]) == labels[40:]).mean() >= (head.answers(x[40:]) == labels[40:]).mean()
+    assert not torch.allclose(more.weight, head.weight, atol=2e-3)

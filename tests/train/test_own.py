@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from accelerate.state import AcceleratorState
 from conftest import tiny_model
 from PIL import Image
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from odevit_serve import cli
 from odevit_serve.bundle import read_config
+from odevit_serve.errors import UsageError
 from odevit_serve.runtime.model import load_bundle
 from odevit_serve.train import own
 from odevit_serve.train.batches import PictureDataset
@@ -44,12 +46,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three classes told apart by the brighter half of the picture, under noise; one is larger than the others."""
     random = np.random.default_rng(0)
     folder = tmp_path_factory.mktemp("photos")
-    for name, count in (("up", 30), ("left", 30), ("whole", 80)):
+    for name, count in (("up", 30), ("down", 30), ("whole", 80)):
         (folder / name).mkdir()
         for i in range(count):
             pixels = random.integers(0, 120, (24, 24, 3))
             pixels[:12] += 100 * (name == "up")
-            pixels[:, :12] += 100 * (name == "left")
+            pixels[12:] += 100 * (name == "down")
             Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{i}.png")
     return folder
 
@@ -79,7 +81,7 @@ def test_one_command_from_photographs_to_a_served_model(
     code, said = command(photos, "--start", start, "--epochs", "8", "-o", run)
     assert code == 0, said
     lines = said.splitlines()
-    assert lines[0] == "140 photographs of 3 classes, from 30 (left) to 80 (whole) in a class"
+    assert lines[0] == "140 photographs of 3 classes, from 30 (down) to 80 (whole) in a class"
     assert lines[1].startswith("classes differ in size: each is drawn equally often")
     assert lines[2] == "102 to learn from, 20 to choose the model by, 18 to calibrate and measure it (seed 0)"
     assert lines[3].startswith("baseline, the head alone on the features of random: ")
@@ -88,7 +90,7 @@ def test_one_command_from_photographs_to_a_served_model(
     assert "95% interval" in said
     assert lines[-1] == f"next: odevit-serve serve {run}, odevit-serve demo --model {run}"
     config = read_config(run)
-    assert config.labels == ("left", "up", "whole")
+    assert config.labels == ("down", "up", "whole")
     assert config.division is not None
     assert config.provenance["started_from"] == "random"
     assert str(tmp_path) not in config.to_json()
@@ -125,7 +127,7 @@ def test_an_interrupted_run_leaves_a_complete_bundle_and_goes_on(
     code, said = command(photos, "--start", start, "--epochs", "3", "--batch-size", "16", "-o", run)
     assert code == 130
     assert "interrupted: the best so far becomes the bundle" in said
-    assert read_config(run).labels == ("left", "up", "whole")
+    assert read_config(run).labels == ("down", "up", "whole")
     code, said = command("--resume", run)
     assert code == 0, said
     epochs = [json.loads(line) for line in (run / "training" / "metrics.jsonl").read_text().splitlines()]
@@ -165,10 +167,39 @@ def test_time_is_shared_out_and_kept(
 
 @pytest.mark.usefixtures("graphless")
 def test_two_classes_of_five_photographs_are_enough(photos: Path, start: Path, tmp_path: Path) -> None:
-    for name in ("up", "left"):
+    for name in ("up", "down"):
         (tmp_path / "few" / name).mkdir(parents=True)
         for i in range(5):
             shutil.copy(photos / name / f"{i}.png", tmp_path / "few" / name)
     code, said = command(tmp_path / "few", "--start", start, "--epochs", "1", "-o", tmp_path / "run")
     assert code == 0, said
     assert "6 to learn from, 2 to choose the model by, 2 to calibrate and measure it (seed 0)" in said
+
+
+@pytest.mark.usefixtures("graphless")
+def test_a_baseline_that_stays_the_best_learns_from_the_photographs_that_chose_it(
+    photos: Path, start: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "mine"
+    code, said = command(photos, "--start", start, "--epochs", "0", "-o", run)
+    assert code == 0, said
+    assert "fine-tuning gave nothing better: the head is fitted on the photographs that chose it, too" in said
+    made, best = (ODEViT.from_pretrained(folder) for folder in (run, run / "training" / "best"))
+    assert torch.equal(made.psi.mlp.up.weight, best.psi.mlp.up.weight)
+    assert not torch.equal(made.head.weight, best.head.weight)
+    assert made.config.metrics["validation_accuracy"] == best.config.metrics["validation_accuracy"]
+
+
+def test_another_size_of_pictures_keeps_all_but_the_positions(start: Path) -> None:
+    given = ODEViT.from_pretrained(start)
+    side, patch = given.config.architecture.image_size, given.config.architecture.patch_size
+    assert own.resized(given, 0) is given
+    assert own.resized(given, side) is given
+    larger = own.resized(given, side + patch)
+    assert larger.config.preprocessing.input_size == (3, side + patch, side + patch)
+    assert larger.position.shape[1] == 1 + (side // patch + 1) ** 2
+    torch.testing.assert_close(larger.position[:, 0], given.position[:, 0])
+    for name, value in given.state_dict().items():
+        assert name == "position" or torch.equal(larger.state_dict()[name], value), name
+    with pytest.raises(UsageError, match=f"multiple of {patch} pixels, a patch, not {side + 1}"):
+        own.resized(given, side + 1)
