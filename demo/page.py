@@ -19,7 +19,7 @@ from ..runtime import exits
 from ..runtime.dynamics import Floats
 from ..runtime.model import BundleModel, load_bundle
 from ..serving.engine import Answer, Engine
-from ..solvers import SOLVERS
+from ..solvers import SOLVERS, splits
 from . import html as cards
 from . import plots, trajectory, weights
 from .trajectory import Choice, Inspection
@@ -323,7 +323,10 @@ class Page:
             {"choices": known, "value": rule},
             _threshold(rule, threshold_range(config, rule, steps)),
             {"maximum": steps, "value": steps},
-            {"choices": list(SOLVERS), "value": config.integration.solver},
+            {
+                "choices": [name for name in SOLVERS if splits(name, config.integration.splitting)],
+                "value": config.integration.solver,
+            },
             {"maximum": max([3 * steps, *_measured(config)]), "value": steps},
         )
 

@@ -21,7 +21,7 @@ from .costs import macs
 from .errors import UsageError, UserError
 from .files import atomic
 from .schema import build, shown
-from .solvers import SOLVERS, SPLITTINGS, evaluations
+from .solvers import SOLVERS, SPLITTINGS, evaluations, splits
 
 SCHEMA_VERSION = 2
 DEFAULT = "photos"
@@ -150,6 +150,10 @@ class Integration:
             raise UsageError(f"horizon must be a positive number, not {self.horizon}")
         _choice(self.solver, SOLVERS, "solver")
         _choice(self.splitting, SPLITTINGS, "splitting")
+        if not splits(self.solver, self.splitting):
+            raise UsageError(
+                f"the solver {self.solver} has no sub-flows: it needs the splitting parallel, not {self.splitting}"
+            )
         if not 0 <= self.tolerance < math.inf:
             raise UsageError(f"tolerance must be a number of 0 or more, not {self.tolerance}")
         if self.tolerance and not (SOLVERS[self.solver].estimates and self.splitting == "parallel"):

@@ -101,3 +101,15 @@ def test_a_configuration_that_holds_anything_is_refused_in_a_short_sentence(was:
     with pytest.raises(UserError, match=words) as caught:
         Config.from_json(text.replace(was, becomes))
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("splitting", ["lie", "strang"])
+def test_a_solver_that_does_not_follow_time_takes_no_splitting(splitting: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"anderson has no sub-flows: it needs the splitting parallel, not {splitting}"
+    ):
+        Integration(12.0, 4, "anderson", splitting)
+    with pytest.raises(UsageError, match="anderson has no sub-flows"):
+        Integration(12.0, 4, "euler", splitting).by("anderson")
+    assert Integration(12.0, 4, "euler", splitting).by("anderson", "parallel").solver == "anderson"
+    assert Integration(12.0, 4, tolerance=2.0).by("anderson").tolerance == 0

@@ -24,7 +24,7 @@ from ..errors import UsageError
 from ..runtime import exits
 from ..runtime.model import load
 from ..runtime.results import Prediction
-from ..solvers import SOLVERS
+from ..solvers import SOLVERS, splits
 from .batches import Batch, PictureDataset, Unreadable, loader
 from .judge import judge
 from .model import ODEViT
@@ -74,17 +74,21 @@ class ValidationPlan:
         """Nothing but the bundle's own integration is asked for."""
         return not (self.steps or self.horizons or self.solver or self.splitting)
 
+    def others(self, used: str, own: Integration) -> list[str]:
+        """Every other solver that takes the splitting."""
+        return [name for name in SOLVERS if name != used and splits(name, self.splitting or own.splitting)]
+
     def grid(self, own: Integration) -> list[Trial]:
         if self.card:
             trials = [Trial(n, own.horizon, own.solver) for n in sorted({*CARD_STEPS, own.steps})]
-            trials += [Trial(own.steps, own.horizon, other) for other in SOLVERS if other != own.solver]
+            trials += [Trial(own.steps, own.horizon, other) for other in self.others(own.solver, own)]
             return [*trials, Trial(own.steps * 3 // 2, own.step_size * (own.steps * 3 // 2), own.solver)]
         counts = list(self.steps) or sorted({max(1, own.steps // 2), own.steps, own.steps * 3 // 2, own.steps * 2})
         horizons, used = list(self.horizons) or [own.horizon], self.solver or own.solver
         trials = [Trial(n, t, used) for t in horizons for n in counts]
         if self.robustness:
             count, horizon = (self.steps[0] if self.steps else own.steps), horizons[0]
-            trials += [Trial(count, horizon, other) for other in SOLVERS if other != used]
+            trials += [Trial(count, horizon, other) for other in self.others(used, own)]
             trials += [Trial(count, horizon, used, pictures) for pictures in SPOILT]
         return trials
 

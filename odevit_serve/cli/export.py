@@ -19,7 +19,7 @@ def export(
     format: str = typer.Option("onnx", "--format", "-f", help="What to make; --list shows all."),
     steps: int = typer.Option(None, help="Number of steps; the horizon stays, so each is shorter or longer."),
     horizon: float = typer.Option(None, help="Length of the trajectory, in teacher layers."),
-    solver: str = typer.Option(None, help="euler, ab2, midpoint, heun or rk4. Default: the bundle's."),
+    solver: str = typer.Option(None, help="euler, ab2, midpoint, heun, rk4 or anderson. Default: the bundle's."),
     splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
     tolerance: float = typer.Option(
         None, min=0.0, help="For onnx-adaptive: several steps at once where the estimated error of CLS allows that."

@@ -31,7 +31,7 @@ def predict(
     rule: str = typer.Option(None, help="Exit rule in place of the bundle's own; needs --threshold."),
     threshold: float = typer.Option(None, help="Threshold of --rule: exit once its score reaches it."),
     steps: int = typer.Option(None, help="Cut the horizon into this many steps."),
-    solver: str = typer.Option(None, help="euler, ab2, midpoint, heun or rk4. Default: the bundle's."),
+    solver: str = typer.Option(None, help="euler, ab2, midpoint, heun, rk4 or anderson. Default: the bundle's."),
     splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
     tolerance: float = typer.Option(
         None, min=0.0, help="Take several steps at once where the estimated error of CLS stays below this."

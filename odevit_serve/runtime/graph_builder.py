@@ -111,6 +111,20 @@ class Value:
     def __init__(self, builder: Builder, name: str, shape: Shape | None = None):
         self.builder, self.name, self.shape = builder, name, shape
 
+    @property
+    def ndim(self) -> int:
+        if self.shape is None:
+            raise ValueError(f"the number of dimensions of {self.name} is not known")
+        return len(self.shape)
+
+    def sum(self, axis: Sequence[int], keepdims: bool = False) -> Value:
+        """Over some axes, as an array's."""
+        axes = {each % self.ndim for each in axis}
+        assert self.shape is not None  # `ndim` has looked
+        kept = [1 if i in axes else size for i, size in enumerate(self.shape) if keepdims or i not in axes]
+        over = self.builder.constant(np.array(sorted(axes), np.int64))
+        return self.builder.node("ReduceSum", self, over, keepdims=int(keepdims), shape=kept)[0]
+
     def _with(self, op: str, other: Any, swapped: bool = False) -> Value:
         right = other if isinstance(other, Value) else self.builder.constant(np.float32(other))
         first, second = (right, self) if swapped else (self, right)

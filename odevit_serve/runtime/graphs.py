@@ -198,7 +198,7 @@ def advance_by_estimate(
     ratio = ops.sign(before) * (taken / ops.maximum(before, step_size.TINY))  # 0 at the first step
     remembered = solvers.Memory(memory, _column(builder, ratio))
     x, _, kept = solvers.SOLVERS[own.solver].step(lambda _: velocity, point, _column(builder, taken), remembered)
-    after = join(builder, [x, _row(builder, velocity) if kept is None else kept], rows, width)
+    after = join(builder, [x, *(kept or [_row(builder, velocity)])], rows, width)
     return Estimated(point, x, after, velocity, taken, change)
 
 
@@ -207,7 +207,7 @@ def sum_of(fields: tuple[Callable[[Value], Value], ...], x: Value) -> Value:
 
 
 def _is_known(builder: Builder, memory: Value) -> Value:
-    """1 for images whose solver remembers a velocity; a memory of exact zeros means that there is none yet."""
+    """1 for images whose solver remembers a velocity; one of exact zeros means that there is none yet."""
     axes = builder.constant(np.array([1, 2], np.int64))
     largest = builder.node("ReduceMax", builder.node("Abs", memory, shape=memory.shape)[0], axes, keepdims=1)[0]
     some = builder.node("Greater", largest, builder.constant(np.float32(0)))[0]

@@ -4,6 +4,7 @@
 
 The images are those that the bundles' runs set aside to choose the model by. Evaluations are of psi, for one image; at
 1% disagreement they are those of the best exit rule, its threshold from one half of the images, applied to the other.
+`--solvers` also follows the images through the runtime by solvers of one evaluation a step: when the answer settles.
 `--sizes` chooses the size of each image's steps by a tolerance; `--halting` fits a head that predicts whether the
 answer will still change, on one half of the images, and compares it with the rules on the other.
 """
@@ -11,18 +12,20 @@ answer will still change, on one half of the images, and compares it with the ru
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from odevit_serve import step_size
+from odevit_serve import load, step_size
 from odevit_serve.anderson import EMPTY, anderson
 from odevit_serve.data.datasets import Images, pick
 from odevit_serve.guarantee.recording import Recording
 from odevit_serve.runtime.exits import RULES
+from odevit_serve.runtime.jobs import Job
+from odevit_serve.runtime.options import RequestOptions
 from odevit_serve.solvers import SOLVERS
 from odevit_serve.train.analysis import collect
 from odevit_serve.train.analysis import numbers as sections
@@ -70,7 +73,9 @@ def solvers(model: ODEViT, parts: list[Batch]) -> None:
 
     def integrated(solver: str) -> Callable[[Tensor, int], Tensor]:
         def answer(pixels: Tensor, evaluations: int) -> Tensor:
-            return model(pixels, steps=evaluations // SOLVERS[solver].evaluations, solver=solver)  # type: ignore[no-any-return]
+            steps = evaluations // SOLVERS[solver].evaluations
+            horizon = own.horizon if SOLVERS[solver].order else own.step_size * steps  # to the rest by the own size
+            return model(pixels, steps=steps, horizon=horizon, solver=solver)  # type: ignore[no-any-return]
 
         return answer
 
@@ -89,6 +94,33 @@ def solvers(model: ODEViT, parts: list[Batch]) -> None:
             right, same = (100 * (answers == other).float().mean() for other in (labels, wanted))
             cells.append(f"{right:.1f} / {same:.1f}")
         print(f"{name:12}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
+
+
+def settled(source: str, parts: list[Batch], wanted: Sequence[str] = ("euler", "ab2", "anderson")) -> None:
+    """By the slots of the runtime: after how many of the bundle's steps an answer is, and stays, the last one."""
+    model = load(source)
+    pixels = np.concatenate([part.pixel_values.numpy() for part in parts])
+    labels = np.concatenate([part.labels.numpy() for part in parts])
+    own, found = model.config.integration, dict[str, np.ndarray]()
+    for solver in (own.solver, *(name for name in wanted if name != own.solver)):
+        slots = model.integrated(solver).slots(50)
+        depth = slots.depth(RequestOptions(adaptive=False))
+        answers = np.empty((len(pixels), depth.steps), np.int64)
+        for start in range(0, len(pixels), 50):
+            some = pixels[start : start + 50]
+            slots.admit(some, [Job(start + i, depth, trace=True) for i in range(len(some))])
+            while slots.active:
+                for outcome in slots.step():
+                    answers[outcome.job.key] = [step.logits.argmax() for step in outcome.trace]
+        found[solver] = answers
+    full = found[own.solver][:, -1]
+    print(f"by the runtime, {own}: mean evaluations until the answer stays the same; accuracy at the end;")
+    print(f"agreement with {own.solver}'s last answer after each step, %")
+    for solver, answers in found.items():
+        other = answers != answers[:, -1:]
+        when = np.where(other.any(1), answers.shape[1] - other[:, ::-1].argmax(1), 0) + 1
+        right, same = 100 * (answers[:, -1] == labels).mean(), 100 * (answers == full[:, None]).mean(0)
+        print(f"{solver:12} {when.mean():6.2f} {right:6.1f}   {' '.join(f'{part:.1f}' for part in same)}", flush=True)
 
 
 GRIDS, TOLERANCES, FINE = (4, 12), (4.0, 8.0, 16.0), 12
@@ -264,6 +296,7 @@ def main() -> None:
         )
         if arguments.solvers:
             solvers(model, parts)
+            settled(source, parts)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,21 @@ def test_measured_accuracy_is_quoted_and_a_loss_refused(command: Command, folder
     assert "never measured at 8 steps of heun" in command("model", "--solver", "heun", "-o", "h.onnx")[2]
 
 
+@pytest.mark.parametrize("format", ["onnx", "onnx-adaptive"])
+def test_anderson_in_a_file_is_that_of_the_runtime(command: Command, folder: Path, format: str) -> None:
+    words = ("--format", format, "--solver", "anderson", "--steps", "4", "--check", "torch", "-o", "a.onnx")
+    code, _, err = command("model", *words)
+    assert code == 0, err
+    pictures = list(np.random.default_rng(3).integers(0, 256, (6, 20, 20, 3), dtype=np.uint8))
+    found, model = load(folder / "a.onnx").predict(pictures), load(folder / "model")
+    wanted = model.predict(pictures, solver="anderson", steps=4, adaptive=format != "onnx")
+    assert [answer.steps for answer in found] == [answer.steps for answer in wanted]
+    for ours, theirs in zip(found, wanted):
+        np.testing.assert_allclose(ours.probabilities, theirs.probabilities, atol=1e-4)
+    euler = model.predict(pictures, steps=4, adaptive=format != "onnx")
+    assert max(np.abs(a.probabilities - b.probabilities).max() for a, b in zip(euler, wanted)) > 1e-3
+
+
 @pytest.mark.parametrize("format", ["onnx", "onnx-adaptive", "triton"])
 def test_values_are_compared_with_torch_where_asked(command: Command, folder: Path, format: str) -> None:
     target = "animals" if format == "triton" else "a.onnx"
@@ -308,6 +323,7 @@ def test_an_existing_file_needs_overwrite(command: Command, folder: Path) -> Non
         (["model", "--stepz", "3"], 2, "--steps"),
         (["model", "--precision", "int4"], 2, "unknown precision 'int4': did you mean 'int8'?"),
         (["model", "--solver", "eular"], 2, "unknown solver 'eular': did you mean 'euler'?"),
+        (["model", "--solver", "anderson", "--splitting", "lie"], 2, "the solver anderson has no sub-flows"),
         (["model", "--steps", "0"], 2, "steps must be at least 1, not 0"),
         (["model", "--horizon", "-1"], 2, "horizon must be a positive number, not -1.0"),
         (["model", "--format", "parts", "--steps", "3"], 2, "--steps means nothing to the format parts"),

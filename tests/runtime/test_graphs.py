@@ -17,14 +17,14 @@ from conftest import tiny_model
 from odevit_serve import bundle
 from odevit_serve.bundle import METADATA_KEY, Config, Integration
 from odevit_serve.errors import UserError
-from odevit_serve.runtime.graph_builder import cut, every_graph
+from odevit_serve.runtime.graph_builder import Builder, cut, every_graph
 from odevit_serve.runtime.graph_files import digest, properties, read, write_metadata
 from odevit_serve.runtime.graphs import Parts, stem_graph, step_graph, unrolled_graph
 from odevit_serve.runtime.model import load
-from odevit_serve.solvers import SOLVERS, SPLITTINGS
+from odevit_serve.solvers import SOLVERS, SPLITTINGS, advance, memories, splits
 from odevit_serve.train.model import ODEViT
 
-PAIRS = [(solver, splitting) for solver in SOLVERS for splitting in SPLITTINGS]
+PAIRS = [(solver, splitting) for solver in SOLVERS for splitting in SPLITTINGS if splits(solver, splitting)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def test_unrolled_and_stepped_equal_torch(parts: Parts, solver: str, splitting: 
         np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize(("solver", "splitting"), [("rk4", "strang"), ("ab2", "lie"), ("heun", "parallel")])
+@pytest.mark.parametrize(
+    ("solver", "splitting"), [("rk4", "strang"), ("ab2", "lie"), ("heun", "parallel"), ("anderson", "parallel")]
+)
 def test_the_pieces_of_an_arranged_step_are_found_again(
     tiny_bundles: Callable[..., Path], solver: str, splitting: str
 ) -> None:
@@ -78,6 +80,54 @@ def test_the_runtime_takes_another_solver(tiny_bundle: Path, solver: str) -> Non
     wanted = tiny_model()(pixels, steps=5, solver=solver).softmax(-1)
     np.testing.assert_allclose(np.stack([p.probabilities for p in found]), wanted, atol=1e-4)
     assert not any(p.guaranteed for p in found)
+
+
+@torch.no_grad()
+def test_anderson_by_arrays_tensors_and_the_step_graph_of_bundled_weights() -> None:
+    """One function runs on all three; field evaluations are torch's, so that arithmetic alone is compared."""
+    folder = bundle.find(None)
+    model = ODEViT.from_pretrained(folder).eval()
+    own = model.config.integration.by("anderson")
+    parts = Parts.of(folder, model.config)
+    stem, step = opened(stem_graph(parts, own)), opened(step_graph(parts, own))
+    images = torch.randn(3, *model.config.preprocessing.input_size, generator=torch.Generator().manual_seed(0))
+    tokens = model.config.architecture.tokens
+    state = stem.run(None, {"pixel_values": images.numpy()})[0]
+    assert state.shape[1] == (1 + memories("anderson", "parallel")) * tokens
+    assert not state[:, tokens:].any()
+    size = np.full(3, own.step_size, np.float32)
+    tensor, memory = model.stem(images), []
+    array, kept = tensor.numpy(), []
+    fields = [lambda y, f=f: f(torch.from_numpy(y)).numpy() for f in model.psi.fields]
+    for number in range(own.steps):
+        start = tensor
+        tensor, velocity, memory = advance(model.psi.fields, start, own.step_size, memory, "anderson")
+        array, _, kept = advance(tuple(fields), array, np.float32(own.step_size), kept, "anderson")
+        state, logits = step.run(["next_state", "logits"], {"state": state, "step_size": size})
+        near = 1e-3 * float(tensor.abs().max())
+        np.testing.assert_allclose(array, tensor, atol=near)
+        np.testing.assert_allclose(state[:, :tokens], tensor, atol=near)
+        for row, value in enumerate(memory, 1):
+            np.testing.assert_allclose(state[:, row * tokens : (row + 1) * tokens], value, atol=near)
+        np.testing.assert_allclose(logits, model.answer(tensor), atol=2e-2)
+        if number:  # the first step is Euler's, the second no longer
+            assert (tensor - (start + own.step_size * velocity)).abs().max() > 10 * near
+
+
+def test_sums_of_values_are_those_of_arrays() -> None:
+    builder = Builder()
+    x = builder.input("x", ["batch", 3, 4])
+    outputs = {"kept": x.sum((1, 2), keepdims=True), "plain": x.sum(axis=(-1,))}
+    assert [(value.ndim, list(value.shape or ())) for value in outputs.values()] == [
+        (3, ["batch", 1, 1]),
+        (2, ["batch", 3]),
+    ]
+    array = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+    kept, plain = opened(builder.model(outputs)).run(["kept", "plain"], {"x": array})
+    np.testing.assert_allclose(kept, array.sum((1, 2), keepdims=True), rtol=1e-5)
+    np.testing.assert_allclose(plain, array.sum(-1), rtol=1e-5)
+    with pytest.raises(ValueError, match="is not known"):
+        builder.node("Identity", x)[0].ndim  # noqa: B018
 
 
 def test_attention_output_equals_torch_and_adds_no_weights(parts: Parts) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,15 @@ def depths(graphs: Graphs) -> list[Depth]:
     ]  # fmt: skip
 
 
-def run(graphs: Graphs, jobs: list[tuple[int, Depth]], capacity: int, gulp: int = 99) -> dict[int, Outcome]:
+def run(
+    graphs: Graphs, jobs: list[tuple[int, Depth]], capacity: int, gulp: int = 99, images: np.ndarray = IMAGES
+) -> dict[int, Outcome]:
     """Admit as rows come free, at most `gulp` at a time."""
     slots, waiting, ended = Slots(graphs, capacity), list(enumerate(jobs)), {}
     while waiting or slots.active:
         chosen = [waiting.pop(0) for _ in range(min(slots.free, gulp, len(waiting)))]
         if chosen:
-            pixels = np.stack([IMAGES[image] for _, (image, _) in chosen])
+            pixels = np.stack([images[image] for _, (image, _) in chosen])
             slots.admit(pixels, [Job(key, depth) for key, (_, depth) in chosen])
         for outcome in slots.step():
             assert outcome.job.key not in ended
@@ -69,6 +72,48 @@ def test_full_depth_equals_torch(tiny_bundles: Callable[..., Path]) -> None:
                 expected = ODEViT.from_pretrained(folder)(torch.from_numpy(IMAGES[:10]), steps=steps).numpy()
             assert np.abs(np.stack([got[i].logits for i in range(10)]) - expected).max() < 2e-4
             assert {(o.steps, o.reason) for o in got.values()} == {(steps, ExitReason.HORIZON)}
+
+
+def test_what_a_solver_remembers_stays_with_its_image() -> None:
+    """Anderson's state and velocity, for images admitted at different times, moved, parked and resumed: torch, alone.
+
+    By bundled weights: those of the tiny model do not contract, and rounding grows along its steps.
+    """
+    import torch
+
+    from odevit_serve.train.model import ODEViT
+
+    folder, pictures = bundle.find("cifar10"), np.random.default_rng(6).normal(size=(9, 3, 32, 32)).astype(np.float32)
+    graphs, model = Graphs(folder, bundle.read_config(folder), solver="anderson"), ODEViT.from_pretrained(folder)
+
+    @cache
+    @torch.no_grad()
+    def expected(image: int, depth: Depth, solver: str = "anderson") -> np.ndarray:
+        pixels, count = torch.from_numpy(pictures[image : image + 1]), depth.max_steps
+        return model(pixels, steps=count, horizon=count * depth.step_size, solver=solver)[0].numpy()
+
+    whole = exits.resolve(graphs.config, adaptive=False)
+    kinds = [whole, replace(whole, max_steps=3), exits.resolve(graphs.config, steps=5, adaptive=False),
+             replace(whole, max_steps=1), exits.resolve(graphs.config, steps=16, adaptive=False)]  # fmt: skip
+    jobs = [(i % 9, kinds[i * 7 % 5]) for i in range(12)]
+    for capacity, gulp in ((5, 2), (12, 12), (1, 1)):
+        for key, outcome in run(graphs, jobs, capacity, gulp, pictures).items():
+            assert outcome.steps == jobs[key][1].max_steps
+            np.testing.assert_allclose(outcome.logits, expected(*jobs[key]), atol=2e-4)
+    assert np.abs(expected(0, whole) - expected(0, whole, "euler")).max() > 1e-2  # the memory does count
+    slots, ended = Slots(graphs, 4), dict[int, Outcome]()
+    slots.admit(pictures[:2], [Job(i, kinds[1], park=True) for i in range(2)])
+    slots.step()
+    slots.admit(pictures[2:4], [Job(i, whole) for i in (2, 3)])
+    while slots.active:
+        for outcome in slots.step():
+            if outcome.job.park:
+                slots.resume(outcome.parked, Job(outcome.job.key, whole))
+            else:
+                ended[outcome.job.key] = outcome
+    for key in range(4):
+        assert ended[key].steps == whole.steps
+        np.testing.assert_allclose(ended[key].logits, expected(key, whole), atol=2e-4)
 
 
 def test_exits_equal_the_definition(graphs: Graphs) -> None:

@@ -76,6 +76,15 @@ def test_impossible_settings(override: str, message: str) -> None:
         read_recipe(None, [override])
 
 
+@pytest.mark.parametrize("chosen", ["integration.solver=anderson", "training.solvers=['euler','anderson']"])
+def test_a_solver_that_does_not_follow_time_in_training(chosen: str) -> None:
+    assert read_recipe(None, [chosen, "training.gradient=implicit"]).training.gradient == "implicit"
+    with pytest.raises(UsageError, match=r"anderson has no sub-flows: integration\.splitting must be parallel"):
+        read_recipe(None, [chosen, "integration.splitting=lie"])
+    with pytest.raises(UsageError, match="'adjoint' integrates back in time, which the solver anderson does not"):
+        read_recipe(None, [chosen, "training.gradient=adjoint"])
+
+
 def test_the_middle_that_is_judged_is_the_teachers_unless_asked() -> None:
     teachers = Preprocessing((3, 224, 224), crop_pct=0.9)
     assert read_recipe(None).model(2, ("a", "b"), teachers).preprocessing.crop_pct == 0.9

@@ -62,8 +62,8 @@ def test_early_exit_is_a_row_of_a_calibrated_bundle(folder: Path) -> None:
 
 def test_robustness_adds_solvers_and_worse_pictures(folder: Path) -> None:
     rows = validate(str(folder / "model"), str(folder / "data.npz"), ValidationPlan([8], robustness=True))
-    assert [r["solver"] for r in rows[:5]] == ["euler", "ab2", "midpoint", "heun", "rk4"]
-    assert [r["pictures"] for r in rows[5:]] == list(SPOILT)
+    assert [r["solver"] for r in rows[:6]] == ["euler", "ab2", "midpoint", "heun", "rk4", "anderson"]
+    assert [r["pictures"] for r in rows[6:]] == list(SPOILT)
     losses = [r["loss"] for r in rows]
     assert len(set(losses)) == len(losses)  # each row is computed by itself
     again = validate(str(folder / "model"), str(folder / "data.npz"), ValidationPlan([8], robustness=True))

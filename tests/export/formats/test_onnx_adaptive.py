@@ -131,8 +131,9 @@ def test_the_exponent_is_computed_only_where_it_can_decide(tiny_bundle: Path, ru
     assert any(node.op_type == "Erf" for branch in branches for node in branch.node) != inside
 
 
-def test_a_solver_with_memory(tiny_bundles: Callable[..., Path]) -> None:
-    folder = tiny_bundles(solver="ab2", splitting="strang", attention="l2")
+@pytest.mark.parametrize(("solver", "splitting"), [("ab2", "strang"), ("anderson", "parallel")])
+def test_a_solver_with_memory(tiny_bundles: Callable[..., Path], solver: str, splitting: str) -> None:
+    folder = tiny_bundles(solver=solver, splitting=splitting, attention="l2")
     same(run(session(folder), IMAGES), runtime(folder, bundle.read_config(folder), IMAGES))
 
 
