@@ -13,7 +13,7 @@ import numpy as np
 from ..data import images
 from ..runtime.results import label_names
 from ..runtime.sessions import open_session, read_metadata
-from .serve import SLOTS
+from .servers import SLOTS
 
 
 class Classify(litserve.LitAPI):  # type: ignore[misc, name-defined]

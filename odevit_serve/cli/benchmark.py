@@ -104,6 +104,7 @@ def serve(
     `many`, `tensors` and `grpc` are other ways to ask this engine, from 32 clients on for the first two.
     """
     require("export")
+    from ..benchmark import pictures as sent
     from ..benchmark import serve as measure
     from ..benchmark.serve_table import as_markdown, show
     from ..bundle import find
@@ -126,7 +127,7 @@ def serve(
     clients, seconds, rounds = clients or own[0], seconds or own[1], rounds or own[2]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end with it
     with tempfile.TemporaryDirectory() as scratch:
-        chosen = measure.real_pictures(pictures, count) if pictures else measure.some_pictures(count, 32)
+        chosen = sent.real_pictures(pictures, count) if pictures else sent.some_pictures(count, 32)
         if model == "random":
             from ..benchmark.torch_rows import random_bundle
 

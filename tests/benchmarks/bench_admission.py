@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from bench_runtime import best
 
-from odevit_serve.benchmark.serve import real_pictures
+from odevit_serve.benchmark.pictures import real_pictures
 from odevit_serve.data import images
 from odevit_serve.runtime.model import BundleModel, load_bundle
 from odevit_serve.runtime.options import RequestOptions
