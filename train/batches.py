@@ -40,6 +40,7 @@ class Batch(NamedTuple):
     unreadable: list[str]
 
 
+MADE_SMALL = {"photo": 0.0, "mixed-photo": 0.5, "small-photo": 1.0}  # augmentation -> part of the larger pictures
 FILTERS = tuple(Image.Resampling)  # nearest, box, bilinear, hamming, bicubic, lanczos
 SMOOTH = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS)
 
@@ -49,16 +50,16 @@ class Photo:
 
     Pictures of different sets differ in sharpness, aliasing and compression, which tells the set, and a set has its own
     classes: what all share must not be told by them. So every picture is scaled down to a random size first, by a
-    random filter, and up again. With `small`, larger pictures are first made as small as those of the smallest set,
-    and as bad.
+    random filter, and up again. A part `small` of the larger pictures is first made as small as those of the smallest
+    set, and as bad.
     """
 
-    def __init__(self, size: int, scale: tuple[float, float] = (0.45, 1.0), least: float = 0.6, small: bool = False):
+    def __init__(self, size: int, scale: tuple[float, float] = (0.45, 1.0), least: float = 0.6, small: float = 0.0):
         self.size, self.scale, self.least, self.small = size, scale, least, small
 
     def __call__(self, picture: Image.Image) -> Image.Image:
         size = self.size
-        if self.small and min(picture.size) > size:
+        if self.small and min(picture.size) > size and (self.small == 1 or _chance(self.small)):
             picture = _as_stored_small(picture, size)
         top, left, height, width = v2.RandomResizedCrop.get_params(picture, list(self.scale), [3 / 4, 4 / 3])
         side = size if _chance(0.25) else round(_between(self.least * size, size))
@@ -122,8 +123,8 @@ def _recompressed(picture: Image.Image, quality: int) -> Image.Image:
 def _augment(name: str, spec: Preprocessing) -> list[Any]:
     size, mode = spec.input_size[-1], INTERPOLATION[spec.interpolation]
     flip = v2.RandomHorizontalFlip()
-    if name in ("photo", "small-photo"):
-        return [Photo(size, small=name == "small-photo")]
+    if name in MADE_SMALL:
+        return [Photo(size, small=MADE_SMALL[name])]
     if name == "imagenet":
         return [v2.RandomResizedCrop(size, (0.35, 1.0), interpolation=mode), flip]
     whole = [v2.Resize(size, mode), v2.CenterCrop(size)]

@@ -156,9 +156,12 @@ FORMS = {"code": jasmin_of_code, "paper": jasmin_of_paper}
 
 
 def cross_entropy(rollout: Rollout) -> Tensor:
-    return F.cross_entropy(
-        rollout.answers[-1], rollout.labels, ignore_index=-1, label_smoothing=rollout.settings.label_smoothing
-    )
+    """Of the images that have a label; a batch may have none."""
+    labels, smoothing = rollout.labels, rollout.settings.label_smoothing
+    if labels.is_floating_point():
+        return F.cross_entropy(rollout.answers[-1], labels, label_smoothing=smoothing)
+    each = F.cross_entropy(rollout.answers[-1], labels, ignore_index=-1, label_smoothing=smoothing, reduction="sum")
+    return each / (labels >= 0).sum().clamp_min(1)
 
 
 def _divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from .loop import Objective
 from .losses import LOSSES, NEEDS_PATCHES, NEEDS_STATES, NEEDS_VELOCITIES, Rollout, Target, error_bound
 from .model import ODEViT
 from .recipe import Training
-from .teacher import Teacher, TeacherCache, on_grid
+from .teacher import Teacher, TeacherCache, WholePictures, on_grid
 
 
 class Distillation(Objective):
@@ -32,16 +32,16 @@ class Distillation(Objective):
         teacher: Teacher | None = None,
         times: Mapping[int, float] | None = None,
         cache: TeacherCache | None = None,
-        show: Callable[[Tensor], Tensor] | None = None,
+        whole: WholePictures | None = None,
     ):
-        """`times` says by when each teacher layer should be reached; `show` gives the pixels that a teacher sees of
-        rows of the data, where those are not the batch's own.
+        """`times` says by when each teacher layer should be reached; `whole` asks about rows of the data, where the
+        teacher does not see the batch itself.
         """
         super().__init__()
         self.net, self.settings = student, settings
         self.weights = {name: weight for name, weight in weights.items() if weight}
         self.outside: dict[str, Any] = {"teacher": teacher}  # not a submodule: it is neither trained nor saved
-        self.times, self.cache, self.show = times or {}, cache, show
+        self.times, self.cache, self.whole = times or {}, cache, whole
 
     @property
     def student(self) -> ODEViT:
@@ -118,16 +118,14 @@ class Distillation(Objective):
             )
 
         def compute() -> tuple[Tensor, Tensor]:
-            pixels = batch.pixel_values if self.show is None else self.show(batch.rows).to(batch.pixel_values.device)
-            half = self.settings.mixed_precision == "bf16"
+            pixels, half = batch.pixel_values, self.settings.mixed_precision == "bf16"
             with torch.autocast(pixels.device.type, torch.bfloat16) if half else nullcontext():
-                states = teacher.states(pixels)
-                return torch.stack([states[layer][:, 0] for layer in layers], 1), teacher.answer(states[-1][:, 0])
+                return self.whole(batch.rows, pixels.device) if self.whole else teacher.at(pixels, layers)
 
         if self.cache is None:
             cls, logits = compute()
         else:
-            cls, logits = self.cache.answer(batch.rows, 0 if self.show else view, compute)
+            cls, logits = self.cache.answer(batch.rows, 0 if self.whole else view, compute)
         return Target(dict(zip(layers, cls.unbind(1))), logits)
 
     def forward(

@@ -23,7 +23,17 @@ from .class_names import shown_names
 from .presets import PRESETS
 
 RECIPES = Path(__file__).parent / "recipes"
-AUGMENTATIONS = ("none", "flip", "crop-flip", "trivial", "randaugment", "imagenet", "photo", "small-photo")
+AUGMENTATIONS = (
+    "none",
+    "flip",
+    "crop-flip",
+    "trivial",
+    "randaugment",
+    "imagenet",
+    "photo",
+    "small-photo",
+    "mixed-photo",
+)
 GRADIENTS = ("backprop", "checkpoint", "truncated", "adjoint", "implicit", "jacobian-free")  # see gradients.py
 JASMIN = ("code", "paper")  # see losses.jasmin
 
@@ -38,6 +48,7 @@ class Data:
     crop_pct: float = 0.0  # side of the middle that is judged, a part of the picture's; 0: as the teacher says
     augment: str = "crop-flip"  # one of AUGMENTATIONS
     limit: int = 0  # use this many training images only
+    unlabelled: bool = False  # learn what the teacher says of the data's photographs without labels, too
     names: dict[str, str] = field(default_factory=dict)  # class folder -> what people are shown; WordNet ids have one
     workers: int = -1  # processes that decode pictures; -1: none for arrays, else one a core
 
@@ -65,6 +76,7 @@ class Teaching:
     layers: tuple[int, ...] = ()  # follow these teacher layers only; empty: all
     views: int = 0  # remember the teacher's answers to this many augmented views of each image; 0: none
     whole: bool = False  # it is shown each whole picture once, and what it says is remembered for all views of it
+    unlabelled_size: int = 0  # with `whole`: photographs without labels are shown to it as it came, in this size
 
     @property
     def used(self) -> bool:
@@ -215,6 +227,10 @@ class Recipe:
             raise UsageError(f"training.mixup must be 0 or more, not {self.training.mixup}")
         if self.teacher.whole and self.teacher.views:
             raise UsageError("teacher.whole and teacher.views exclude each other: one remembers whole pictures")
+        if self.data.unlabelled and not self.teacher.used:
+            raise UsageError("data.unlabelled: what photographs without labels show, only a teacher can say")
+        if self.teacher.unlabelled_size and not self.teacher.whole:
+            raise UsageError("teacher.unlabelled_size shows whole photographs: it needs teacher.whole")
         for name in ("patches", "hints"):
             if self.teacher.remembers and getattr(self.losses, name):
                 kind = "whole" if self.teacher.whole else "views"

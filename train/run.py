@@ -18,7 +18,6 @@ import dataclasses
 import json
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from .. import __version__, bundle
 from ..data.datasets import Images, divide, open_splits
@@ -42,9 +41,10 @@ from .model import ODEViT, normalised
 from .objective import Distillation
 from .progress import Say
 from .recipe import Recipe
-from .teacher import Teacher, TeacherCache, layer_distances, layer_times
+from .teacher import Teacher, TeacherCache, WholePictures, choose_classes, layer_distances, layer_times
 from .teacher_copy import copy_into
 from .teacher_head import make_teacher
+from .teacher_sources import load_teacher
 from .warm_start import imitate, start_from, with_norms
 
 
@@ -100,12 +100,13 @@ class Run:
 def train_stage(run: Run) -> Path:
     recipe, folder, machine, say = run.recipe, run.folder, run.machine, run.say
     settings = recipe.training
-    learning, validation = read_data(recipe)
+    learning, validation, unlabelled = read_data(recipe)
     _check_labels(recipe, learning)
     torch.manual_seed(settings.seed)
     folder.mkdir(parents=True, exist_ok=True)
     processes = f", by {machine.num_processes} processes" if machine.num_processes > 1 else ""
-    say(f"{len(learning):,} images to learn from, {len(validation):,} to choose the model by{processes}")
+    more = f", {len(unlabelled):,} without labels" if unlabelled else ""
+    say(f"{len(learning):,} images to learn from{more}, {len(validation):,} to choose the model by{processes}")
     teacher = None
     if recipe.teacher.used:
         teacher = make_teacher(recipe, learning, validation, run.home / "teacher", machine, say)
@@ -113,10 +114,11 @@ def train_stage(run: Run) -> Path:
     student = make_student(run, teacher, learning, validation)
     config = student.config
     times = follow(run, student, teacher, learning) if teacher else {}
-    pictures = PictureDataset(learning, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
-    cache, show = remember(run, teacher, times, learning, config) if teacher else (None, None)
+    shown = learning.with_unlabelled(unlabelled) if unlabelled else learning
+    pictures = PictureDataset(shown, config.preprocessing, recipe.data.augment, settings.seed, recipe.teacher.views)
+    cache, whole = remember(run, teacher, times, shown, config) if teacher else (None, None)
     weights = dataclasses.asdict(recipe.losses)
-    objective = Distillation(student, settings, weights, teacher, times, cache, show)
+    objective = Distillation(student, settings, weights, teacher, times, cache, whole)
     judge = Judge(validation, config.preprocessing, settings.batch_size, teacher, machine)
 
     def keep(net: nn.Module, values: dict[str, float]) -> None:
@@ -209,28 +211,35 @@ def follow(run: Run, student: ODEViT, teacher: Teacher, learning: Images) -> dic
 
 def remember(
     run: Run, teacher: Teacher, times: dict[int, float], learning: Images, config: bundle.Config
-) -> tuple[TeacherCache | None, Callable[[Tensor], Tensor] | None]:
-    """Where the teacher's answers are kept, and what shows it the whole pictures, as the recipe says."""
+) -> tuple[TeacherCache | None, WholePictures | None]:
+    """Where the teacher's answers are kept, and who asks it about whole pictures, as the recipe says."""
     recipe, spec = run.recipe, run.recipe.teacher
     if not spec.remembers:
         return None, None
     seen = config.preprocessing
     key: dict[str, Any] = {"teacher": teacher.digest(), "layers": list(times), "data": learning.digest()}
-    show = None
+    whole = None
     if spec.whole:
-        side = spec.image_size or config.architecture.image_size
-        seen = dataclasses.replace(seen, input_size=(3, side, side), crop_pct=1.0)
-        pictures = PictureDataset(learning, seen)
-
-        def show(rows: Tensor) -> Tensor:
-            return torch.stack([pictures[int(row)][0] for row in rows])
-
+        seen = _whole(seen, spec.image_size or config.architecture.image_size)
+        asked = [(teacher, seen)]
+        if spec.unlabelled_size:
+            original = dataclasses.replace(spec, image_size=spec.unlabelled_size, drop_path=0.0)
+            untuned = load_teacher(original, config.architecture)
+            choose_classes(untuned, learning.classes)
+            untuned = untuned.requires_grad_(False).eval().to(run.machine.device)
+            asked.append((untuned, _whole(untuned.preprocessing or seen, spec.unlabelled_size)))
+            key |= {"untuned": untuned.digest(), "size": spec.unlabelled_size}
+        whole = WholePictures(learning, asked, list(times))
     else:
         key |= {"augment": recipe.data.augment, "seed": recipe.training.seed, "size": spec.image_size}
     key["pixels"] = dataclasses.asdict(seen)
     width, classes = teacher.facts.width, config.architecture.classes
     folder = run.home / "answers"
-    return TeacherCache(folder, key, len(learning), spec.remembers, len(times), width, classes), show
+    return TeacherCache(folder, key, len(learning), spec.remembers, len(times), width, classes), whole
+
+
+def _whole(spec: bundle.Preprocessing, side: int) -> bundle.Preprocessing:
+    return dataclasses.replace(spec, input_size=(3, side, side), crop_pct=1.0)
 
 
 def _imitate(
@@ -250,15 +259,21 @@ def _imitate(
     imitate(student.patch, other.patch, machine, pictures, PictureDataset(validation, spec), plan, folder, say)
 
 
-def read_data(recipe: Recipe) -> tuple[Images, Images]:
-    """Images to learn from, and images to choose the model by. The test split is not touched."""
+def read_data(recipe: Recipe) -> tuple[Images, Images, Images | None]:
+    """Images to learn from, to choose the model by, and those without labels that the recipe asks for.
+
+    The test split is not touched.
+    """
     if not recipe.data.source:
         raise UsageError("no data: name a folder, a zip file, an .npz file or hf:NAME")
-    parts = divide(open_splits(recipe.data.source), recipe.data.division, recipe.data.source)
+    splits = open_splits(recipe.data.source)
+    if recipe.data.unlabelled and "unlabelled" not in splits:
+        raise UsageError(f"data.unlabelled: {recipe.data.source} has no folder 'unlabelled' beside its splits")
+    parts = divide(splits, recipe.data.division, recipe.data.source)
     learning = parts["train"]
     if 0 < recipe.data.limit < len(learning):
         learning = learning.sample(recipe.data.limit, recipe.data.seed)
-    return learning, parts["validation"]
+    return learning, parts["validation"], splits["unlabelled"] if recipe.data.unlabelled else None
 
 
 def _check_labels(recipe: Recipe, images: Images) -> None:

@@ -24,8 +24,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..bundle import Preprocessing, TeacherFacts
+from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import PART, atomic
+from .batches import PictureDataset
 from .class_names import class_rows
 
 
@@ -63,6 +65,11 @@ class Teacher(nn.Module):
     def answer(self, cls: Tensor) -> Tensor:
         logits: Tensor = self.vit.head(cls)
         return logits
+
+    def at(self, pixel_values: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """CLS after the given layers [B,layers,D], and logits [B,C]."""
+        states = self.states(pixel_values)
+        return torch.stack([states[layer][:, 0] for layer in layers], 1), self.answer(states[-1][:, 0])
 
     def digest(self) -> str:
         """Of all weights, the head included."""
@@ -188,6 +195,34 @@ class TeacherCache:
             self.known[where] = True  # last: a row is known only once it is whole
         device = rows.device
         return torch.from_numpy(self.cls[where]).float().to(device), torch.from_numpy(self.logits[where]).to(device)
+
+
+class WholePictures:
+    """Asks about rows of the data, each picture whole and in the teacher's own size.
+
+    Those without labels may have a teacher of their own.
+    """
+
+    def __init__(self, images: Images, seen: Sequence[tuple[Teacher, Preprocessing]], layers: Sequence[int]):
+        self.labels, self.layers = images.labels, list(layers)
+        self.seen = [(teacher, PictureDataset(images, spec)) for teacher, spec in seen]
+
+    def __call__(self, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """CLS states [B,layers,D] and logits [B,C]."""
+        if self.labels is None or len(self.seen) == 1:
+            kinds = np.zeros(len(rows), bool)
+        else:
+            kinds = self.labels[rows.cpu().numpy()] < 0
+        parts, order = [], []
+        for kind, (teacher, pictures) in enumerate(self.seen):
+            where = np.flatnonzero(kinds == bool(kind))
+            if len(where):
+                pixels = torch.stack([pictures[int(rows[i])][0] for i in where]).to(device)
+                parts.append(teacher.at(pixels, self.layers))
+                order.append(where)
+        back = torch.from_numpy(np.argsort(np.concatenate(order))).to(device)
+        cls, logits = (torch.cat(both)[back] for both in zip(*parts))
+        return cls, logits
 
 
 def with_accuracy(facts: TeacherFacts, accuracy: float | None, note: str = "") -> TeacherFacts:

@@ -30,6 +30,7 @@ SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation"),
     "test": ("test", "testing"),
+    "unlabelled": ("unlabelled", "unlabeled"),
 }
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -62,6 +63,18 @@ class Images:
     def sample(self, limit: int, seed: int) -> Images:
         """So many of the images, chosen by seed; all of them where there are no more."""
         return self.subset(np.sort(np.random.default_rng((seed, 3)).permutation(len(self))[:limit]))
+
+    def with_unlabelled(self, more: Images) -> Images:
+        """These images and others without labels, whose label is -1."""
+        own, labels = len(self), np.zeros(0, np.int64) if self.labels is None else self.labels
+        return Images(
+            [*self.names, *more.names],
+            np.concatenate([labels, np.full(len(self) + len(more) - len(labels), -1, np.int64)]),
+            self.classes,
+            lambda i: self.read(i) if i < own else more.read(i - own),
+            self.in_memory and more.in_memory,
+            lambda i: self.stamp(i) if i < own else more.stamp(i - own),
+        )
 
     def digest(self) -> str:
         """Changes whenever one of the pictures, their order or their names do."""
@@ -200,13 +213,14 @@ def _tree(members: Iterable[PurePosixPath], read: Member, stamp: Member, where: 
         groups, depth = {}, 1
         for i, parts in enumerate(relative):
             groups.setdefault(aliases[parts[0]] if len(parts) > 1 else "train", []).append(i)
-    classes = tuple(sorted({parts[depth] for parts in relative if len(parts) > depth + 1}))
+    labelled = (relative[i] for split, chosen in groups.items() if split != "unlabelled" for i in chosen)
+    classes = tuple(sorted({parts[depth] for parts in labelled if len(parts) > depth + 1}))
     index = {name: i for i, name in enumerate(classes)}
     splits = {}
     for split, chosen in groups.items():
         own = [paths[i] for i in chosen]
         labels = None
-        if classes:
+        if classes and split != "unlabelled":
             flat = [i for i in chosen if len(relative[i]) <= depth + 1]
             if flat:
                 raise UserError(f"{where}: {paths[flat[0]]} lies beside class folders, not in one")
@@ -215,7 +229,7 @@ def _tree(members: Iterable[PurePosixPath], read: Member, stamp: Member, where: 
         splits[split] = Images(
             [str(m) for m in own],
             labels,
-            classes,
+            () if labels is None else classes,
             lambda i, own=own: read(own[i]),  # type: ignore[misc]
             stamp=lambda i, own=own: stamp(own[i]),  # type: ignore[misc]
         )

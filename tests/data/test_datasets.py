@@ -236,3 +236,15 @@ def test_hugging_face_datasets(tmp_path: Path) -> None:
     assert train.read(0).size == (8, 6)
     with pytest.raises(UserError, match="datasets could not load 'nobody/nothing'"):
         open_splits("hf:nobody/nothing")
+
+
+def test_photographs_without_labels_beside_the_classes(tmp_path: Path) -> None:
+    for name in ("train/cat/1.png", "train/dog/2.png", "val/cat/3.png", "unlabelled/4.png", "unlabelled/more/5.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4)).save(path)
+    splits = open_splits(tmp_path)
+    assert splits["train"].classes == splits["val"].classes == ("cat", "dog")
+    assert splits["unlabelled"].labels is None
+    assert len(splits["unlabelled"]) == 2
+    assert held_out(splits).names == ["val/cat/3.png"]

@@ -88,20 +88,20 @@ def test_remembered_layers_are_the_same_for_every_number_of_steps(teacher: Teach
     assert met == {(3,), (2, 3), (1, 2, 3)}
 
 
-def test_a_teacher_that_sees_whole_pictures_is_shown_those(teacher: Teacher, tmp_path: Path) -> None:
+def test_a_teacher_that_sees_whole_pictures_is_asked_about_those(teacher: Teacher, tmp_path: Path) -> None:
     which = objective({"distillation": 1.0}, teacher)
     which.cache = TeacherCache(tmp_path, "test", 4, 1, 1, 24, 5)
-    shown: list[list[int]] = []
+    asked: list[list[int]] = []
 
-    def show(rows: torch.Tensor) -> torch.Tensor:
-        shown.append(rows.tolist())
-        return -PIXELS
+    def whole(rows: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(rows.tolist())
+        return teacher.at(-PIXELS, [3])
 
-    which.show = show
+    which.whole = whole
     for view in (0, 3):
         target = which.prepare(Batch(PIXELS, LABELS, torch.arange(4), []), view, view)[2]
         torch.testing.assert_close(target.logits, teacher(-PIXELS))
-    assert shown == [[0, 1, 2, 3]]
+    assert asked == [[0, 1, 2, 3]]
 
 
 def test_a_teacher_of_another_width_is_read_off_the_student() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -16,15 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from conftest import tiny_model
 from fake_device import fake_device
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from small_training import SMALL, command
 from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import bundle as bundles
-from odevit_serve import cli
 from odevit_serve.bundle import Preprocessing, read_config
 from odevit_serve.train import loop
 from odevit_serve.train.batches import PictureDataset
@@ -35,30 +32,7 @@ from odevit_serve.train.run import Run, read_data, remember
 from odevit_serve.train.teacher_sources import load_teacher
 from odevit_serve.train.warm_start import missed
 
-SMALL = [
-    "--set", "data.augment='none'", "--batch-size", "16", "--lr", "0.003", "--set", "training.schedule='onecycle'",
-    "--set", "architecture.image_size=16", "--set", "architecture.patch_size=4", "--set", "architecture.width=64",
-    "--set", "architecture.heads=1", "--set", "architecture.mlp_ratio=1.0", "--set", "architecture.registers=1",
-    "--set", "integration.steps=4", "--set", "integration.horizon=4.0",
-]  # fmt: skip
 ENVIRONMENT = {**os.environ, "CI": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def command(*words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """The command as a user types it, in this process: importing torch anew for each would take most of the time."""
-    out, err, code, argv = io.StringIO(), io.StringIO(), 0, sys.argv
-    sys.argv = ["odevit-serve", *map(str, words)]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            cli.main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.argv = argv
-        AcceleratorState._reset_state(True)  # one a process: a user's next command would have its own
-    if check:
-        assert code == 0, err.getvalue()
-    return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +422,7 @@ def test_answers_are_remembered_apart_by_all_that_decides_them(data: Path, teach
 
     def folder(*more: str, times: tuple[int, ...] = (1, 3)) -> str:
         recipe = read_recipe(None, [*asked, *more])
-        learning, _ = read_data(recipe)
+        learning, _, _ = read_data(recipe)
         config = recipe.model(3, learning.classes)
         run = Run(recipe, recipe, tmp_path, tmp_path, accelerator(), print)
         own = load_teacher(recipe.teacher, config.architecture)
@@ -530,7 +504,7 @@ def test_a_last_stage_takes_class_frequencies_out_of_the_head(tmp_path: Path) ->
     command("train", tmp_path / "uneven.npz", *SMALL, "--set", "training.train_head=true", "--set", stages,
             "-o", tmp_path / "run")  # fmt: skip
     before, after = (ODEViT.from_pretrained(tmp_path / "run" / f"stage-{n}" / "bundle") for n in (1, 2))
-    learning, _ = read_data(read_recipe(tmp_path / "run" / "recipe.json", []))
+    learning, _, _ = read_data(read_recipe(tmp_path / "run" / "recipe.json", []))
     assert learning.labels is not None
     counts = np.bincount(learning.labels)
     assert torch.equal(after.head.weight, before.head.weight)

@@ -13,14 +13,18 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from PIL import Image
 
 from odevit_serve import costs
 from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.data.datasets import Images
+from odevit_serve.data.images import prepare
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.recipe import Teaching
 from odevit_serve.train.teacher import (
     TeacherCache,
+    WholePictures,
     choose_classes,
     layer_distances,
     layer_times,
@@ -173,3 +177,27 @@ def test_a_disk_without_room_for_the_answers_is_told_at_the_start(
     with pytest.raises(UserError, match=r"take 12 bytes \(No space left on device\)"):
         TeacherCache(tmp_path, "key", images=6, views=2, layers=1, width=4, classes=3)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_photographs_without_labels_are_shown_to_a_teacher_of_their_own(teacher_weights: Path) -> None:
+    small, large = (
+        load_teacher(Teaching(weights=str(teacher_weights), image_size=size), Architecture(16, 4)) for size in (16, 32)
+    )
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    read = [Image.fromarray(x) for x in pixels]
+    labelled = Images(["a", "b", "c"], np.array([0, 2, 1]), ("x", "y", "z"), lambda i: read[i])
+    images = labelled.with_unlabelled(Images(["d", "e"], None, (), lambda i: read[3 + i]))
+    assert images.labels is not None
+    assert images.labels.tolist() == [0, 2, 1, -1, -1]
+    assert images.digest() != labelled.digest()
+    specs = [Preprocessing((3, size, size)) for size in (16, 32)]
+    rows = torch.tensor([4, 0, 3, 1])
+    with torch.no_grad():
+        cls, logits = WholePictures(images, [(small, specs[0]), (large, specs[1])], [1, 3])(rows, torch.device("cpu"))
+        for i, row in enumerate(rows.tolist()):
+            teacher, spec = (large, specs[1]) if row > 2 else (small, specs[0])
+            known = teacher.at(torch.from_numpy(prepare(read[row], spec))[None], [1, 3])
+            torch.testing.assert_close((cls[i], logits[i]), (known[0][0], known[1][0]))
+        only = WholePictures(images, [(small, specs[0])], [1, 3])(rows, torch.device("cpu"))[1]
+    assert not torch.allclose(only[0], logits[0])
+    torch.testing.assert_close(only[1], logits[1])
