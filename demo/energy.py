@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bundle import Architecture
+from ..config import Architecture
 from ..runtime.dynamics import Floats
 from .weights import read_tensors
 

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from .. import costs
-from ..bundle import Config
+from ..config import Config
 from ..errors import UserError
 from ..model_card import accuracy_at
 from ..runtime import exits

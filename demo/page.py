@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import gradio as gr
 
 from .. import bundle
+from ..config import Config
 from ..errors import UsageError, UserError
 from ..runtime import exits
 from ..runtime.dynamics import Floats
@@ -63,7 +64,7 @@ class Models:
                 self._engines[name] = Engine(model, slots=16, queue=2 * MAX_BATCH).start()
             return self._engines[name]
 
-    def config(self, name: str) -> bundle.Config:
+    def config(self, name: str) -> Config:
         return self.engine(name).model.config
 
     def head(self, name: str) -> tuple[Floats, Floats] | None:
@@ -83,7 +84,7 @@ class Range:
     usual: float
 
 
-def threshold_range(config: bundle.Config, rule: str, steps: int) -> Range:
+def threshold_range(config: Config, rule: str, steps: int) -> Range:
     """Where the threshold of a rule makes sense; the bundle's own value stands as it is."""
     policy = config.exit
     reach = max(policy.travel, default=4.0)
@@ -102,7 +103,7 @@ def threshold_range(config: bundle.Config, rule: str, steps: int) -> Range:
     return found
 
 
-def rules(config: bundle.Config) -> list[str]:
+def rules(config: Config) -> list[str]:
     return [name for name, rule in exits.RULES.items() if bool(config.exit.travel) or not rule.needs_travel]
 
 
@@ -344,7 +345,7 @@ class Page:
         return cards.guarantee(own, choice) + cards.accuracy(own.config, choice)
 
 
-def _measured(config: bundle.Config) -> list[int]:
+def _measured(config: Config) -> list[int]:
     """The numbers of steps that the card has an accuracy for."""
     return [int(steps) for steps in config.metrics.get("accuracy_by_steps") or {}]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from ..bundle import Config, Integration
+from ..config import Config, Integration
 from ..data import images
 from ..errors import UserError
 from ..runtime.dynamics import Floats, softmax

@@ -17,7 +17,8 @@ import onnx
 from google.protobuf.message import Message
 
 from .. import solvers
-from ..bundle import METADATA_KEY, Config
+from ..bundle import METADATA_KEY
+from ..config import Config
 from ..errors import UserError
 from ..runtime.graph_builder import every_graph
 from ..runtime.graphs import Parts

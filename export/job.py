@@ -23,7 +23,7 @@ import numpy as np
 import onnx
 
 from .. import __version__, bundle
-from ..bundle import Config, ExitPolicy, Integration
+from ..config import Config, ExitPolicy, Integration
 from ..errors import UsageError, UserError, nearest
 from ..model_card import accuracy_at
 from ..runtime import exits

@@ -10,7 +10,8 @@ import onnx
 import torch
 
 from .. import bundle
-from ..bundle import STEP_OUTPUTS, Integration
+from ..bundle import STEP_OUTPUTS
+from ..config import Integration
 from ..files import atomic
 from ..runtime.graph_files import write_metadata
 from ..runtime.graphs import NAMED, Parts, stem_graph, step_graph

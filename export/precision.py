@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ..bundle import Config, Integration
+from ..config import Config, Integration
 from ..data import datasets as data
 from ..data import images
 from ..errors import UsageError

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import bundle
-from ..bundle import STEP_OUTPUTS, Config, Integration
+from ..bundle import STEP_OUTPUTS
+from ..config import Config, Integration
 from ..runtime.sessions import Graphs
 
 if TYPE_CHECKING:

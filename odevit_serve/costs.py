@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .solvers import evaluations
 
 if TYPE_CHECKING:
-    from .bundle import Architecture, Integration, TeacherFacts
+    from .config import Architecture, Integration, TeacherFacts
 
 
 def parameters(shape: Architecture) -> dict[str, int]:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from . import bundle, costs
-from .bundle import Confidence, Config, Integration, Setting
+from .config import Confidence, Config, Integration, Setting
 from .files import atomic
 
 

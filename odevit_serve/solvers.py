@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from . import anderson as acceleration
+from .anderson import EMPTY
+from .anderson import anderson as accelerated
 
 Value = Any  # whatever has +, -, *, / and sum: a tensor, an array, a value of a graph
 Field = Callable[[Value], Value]
@@ -71,9 +72,9 @@ def anderson(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
 
     The first step is Euler's. `anderson.py` has windows of any length.
     """
-    window = acceleration.EMPTY if memory is None else ((memory.state, memory.velocity),)
+    window = EMPTY if memory is None else ((memory.state, memory.velocity),)
     known = 1.0 if memory is None else memory.known
-    following, v, _ = acceleration.anderson(f, x, h, window, depth=1, known=known)
+    following, v, _ = accelerated(f, x, h, window, depth=1, known=known)
     return following, v, (v, x)
 
 

@@ -64,7 +64,7 @@ def _tiny_model(
 ) -> ODEViT:
     import torch
 
-    from odevit_serve.bundle import Architecture, Config, ExitPolicy, Integration, Preprocessing
+    from odevit_serve.config import Architecture, Config, ExitPolicy, Integration, Preprocessing
     from odevit_serve.train.model import ODEViT
 
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing, TeacherFacts
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing, TeacherFacts
 from odevit_serve.errors import UsageError, UserError
 
 

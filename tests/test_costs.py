@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odevit_serve import costs
-from odevit_serve.bundle import STEMS, Architecture, Config, Integration, Preprocessing, TeacherFacts
+from odevit_serve.config import STEMS, Architecture, Config, Integration, Preprocessing, TeacherFacts
 from odevit_serve.solvers import SOLVERS, SPLITTINGS, splits
 from odevit_serve.train.model import ODEViT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Config
+from odevit_serve.config import Config
 from odevit_serve.errors import UserError
 from odevit_serve.files import atomic, clear
 

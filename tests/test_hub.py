@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard, constants
 from PIL import Image
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Config
+from odevit_serve.config import Config
 from odevit_serve.errors import UsageError
 from odevit_serve.hub import SUMS, split
 from odevit_serve.model_card import card

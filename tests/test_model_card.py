@@ -8,18 +8,8 @@ import pytest
 from camera import shots
 
 from odevit_serve import costs, load
-from odevit_serve.bundle import (
-    Calibration,
-    Config,
-    ExitPolicy,
-    Integration,
-    Setting,
-    TeacherFacts,
-    bundled,
-    find,
-    read_config,
-    write_config,
-)
+from odevit_serve.bundle import bundled, find, read_config, write_config
+from odevit_serve.config import Calibration, Config, ExitPolicy, Integration, Setting, TeacherFacts
 from odevit_serve.model_card import accuracy_at, card, write_card
 from odevit_serve.runtime.exits import ExitReason
 

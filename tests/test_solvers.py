@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.solvers import SOLVERS, SPLITTINGS, advance, evaluations, memories, order, splits
 from odevit_serve.train.model import ODEViT
 

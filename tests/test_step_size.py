@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odevit_serve import bundle, step_size
-from odevit_serve.bundle import Integration
+from odevit_serve.config import Integration
 from odevit_serve.errors import UsageError
 from odevit_serve.runtime import exits
 from odevit_serve.runtime.exits import ExitReason

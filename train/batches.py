@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torchvision.transforms import v2
 
-from ..bundle import Preprocessing
+from ..config import Preprocessing
 from ..data.datasets import Images
 from ..data.images import normalised, prepare
 from ..errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bundle import Integration
+from ..config import Integration
 from ..files import atomic
 
 

@@ -37,7 +37,8 @@ from transformers import (
 from transformers.image_processing_utils import BaseImageProcessor
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 
-from ..bundle import CONFIG, MODEL_TYPE, Config, Preprocessing, read_config, write_config
+from ..bundle import CONFIG, read_config, write_config
+from ..config import MODEL_TYPE, Config, Preprocessing
 from ..data.images import prepare, read
 from ..errors import UsageError
 from ..schema import build

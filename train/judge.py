@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .. import bundle
+from ..config import Preprocessing
 from ..data.datasets import Images
 from .batches import PictureDataset, loader
 from .teacher import Teacher
@@ -28,7 +28,7 @@ class Judge:
     """Measures a network on validation images; the teacher's answers to them are computed once."""
 
     def __init__(
-        self, images: Images, spec: bundle.Preprocessing, batch_size: int, teacher: Teacher | None, machine: Accelerator
+        self, images: Images, spec: Preprocessing, batch_size: int, teacher: Teacher | None, machine: Accelerator
     ):
         self.machine, self.teacher = machine, teacher
         self.labelled = images.labels is not None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from .. import bundle
-from ..bundle import Architecture, Config
+from ..config import Architecture, Config
 from ..errors import UserError
 from ..files import atomic
 from ..solvers import advance

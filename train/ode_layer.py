@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from ..bundle import Architecture, Integration
+from ..config import Architecture, Integration
 from ..errors import UsageError, UserError
 from ..solvers import advance
 from .model import Psi

@@ -31,7 +31,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from .. import __version__, bundle
-from ..bundle import Config, Division
+from ..config import Config, Division
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import atomic

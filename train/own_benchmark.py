@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import costs
-from ..bundle import Config, Division, Preprocessing
+from ..config import Config, Division, Preprocessing
 from ..data.datasets import Images, divide, open_splits
 from ..data.images import prepare
 from ..errors import UserError

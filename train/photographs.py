@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..bundle import Division, Preprocessing
+from ..config import Division, Preprocessing
 from ..data.datasets import SPLITS, Images, divide, open_splits
 from ..data.images import SUFFIXES, prepare
 from ..errors import UserError

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from ..bundle import Architecture, Config, Integration, Preprocessing, TeacherFacts
+from ..config import Architecture, Config, Integration, Preprocessing, TeacherFacts
 
 _IMAGENET = Preprocessing((3, 224, 224), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bicubic", 0.875)
 _HALF = Preprocessing((3, 32, 32))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bundle import Architecture, Config, Division, Integration, Preprocessing
+from ..config import Architecture, Config, Division, Integration, Preprocessing
 from ..errors import UsageError, UserError
 from ..schema import build
 from ..solvers import SOLVERS, SPLITTINGS, splits

@@ -28,6 +28,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from .. import __version__, bundle
+from ..config import Config, Preprocessing
 from ..data.datasets import Images, divide, open_splits
 from ..errors import UsageError
 from ..files import atomic, clear
@@ -210,7 +211,7 @@ def follow(run: Run, student: ODEViT, teacher: Teacher, learning: Images) -> dic
 
 
 def remember(
-    run: Run, teacher: Teacher, times: dict[int, float], learning: Images, config: bundle.Config
+    run: Run, teacher: Teacher, times: dict[int, float], learning: Images, config: Config
 ) -> tuple[TeacherCache | None, WholePictures | None]:
     """Where the teacher's answers are kept, and who asks it about whole pictures, as the recipe says."""
     recipe, spec = run.recipe, run.recipe.teacher
@@ -238,7 +239,7 @@ def remember(
     return TeacherCache(folder, key, len(learning), spec.remembers, len(times), width, classes), whole
 
 
-def _whole(spec: bundle.Preprocessing, side: int) -> bundle.Preprocessing:
+def _whole(spec: Preprocessing, side: int) -> Preprocessing:
     return dataclasses.replace(spec, input_size=(3, side, side), crop_pct=1.0)
 
 
@@ -286,7 +287,7 @@ def _check_labels(recipe: Recipe, images: Images) -> None:
         raise UsageError(f"teacher.head {recipe.teacher.head!r} needs labels, but the images are in no class folders")
 
 
-def student_config(recipe: Recipe, images: Images, teacher: Teacher | None) -> bundle.Config:
+def student_config(recipe: Recipe, images: Images, teacher: Teacher | None) -> Config:
     if teacher is None:
         return recipe.model(len(images.classes), images.classes)
     outputs = teacher.vit.head.out_features if isinstance(teacher.vit.head, nn.Linear) else 0
@@ -303,7 +304,7 @@ def student_config(recipe: Recipe, images: Images, teacher: Teacher | None) -> b
 
 
 def _times(
-    recipe: Recipe, teacher: Teacher, images: Images, config: bundle.Config, machine: Accelerator, say: Say
+    recipe: Recipe, teacher: Teacher, images: Images, config: Config, machine: Accelerator, say: Say
 ) -> dict[int, float]:
     """When each teacher layer should be reached; the distances between them are measured on some of the images."""
     few = images.sample(512, recipe.training.seed)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..bundle import Preprocessing, TeacherFacts
+from ..config import Preprocessing, TeacherFacts
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import PART, atomic

@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .. import bundle
+from ..config import Preprocessing, TeacherFacts
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import atomic
@@ -78,13 +78,13 @@ def _head_for(teacher: Teacher, classes: tuple[str, ...], keep: bool) -> None:
 def read_facts(teacher: Teacher, folder: Path) -> None:
     """What was written down of a trained teacher. Every process reads it: only the main one has measured it."""
     facts = json.loads((folder / "teacher.json").read_text())
-    teacher.facts = build(bundle.TeacherFacts, facts["teacher"], "teacher")
-    teacher.preprocessing = build(bundle.Preprocessing, facts["preprocessing"], "preprocessing")
+    teacher.facts = build(TeacherFacts, facts["teacher"], "teacher")
+    teacher.preprocessing = build(Preprocessing, facts["preprocessing"], "preprocessing")
 
 
 def probe(
     encode: Callable[[Tensor], Tensor],
-    spec: bundle.Preprocessing,
+    spec: Preprocessing,
     learning: Images,
     validation: Images,
     machine: Accelerator,

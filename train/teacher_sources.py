@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from ..bundle import Architecture, Preprocessing, TeacherFacts
+from ..config import Architecture, Preprocessing, TeacherFacts
 from ..errors import UsageError, UserError
 from .recipe import Teaching
 from .teacher import Teacher

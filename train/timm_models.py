@@ -19,7 +19,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from .. import bundle
-from ..bundle import Config
+from ..config import Config
 from ..errors import UserError
 from .model import ODEViT
 

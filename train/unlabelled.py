@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..bundle import Architecture, Preprocessing
+from ..config import Architecture, Preprocessing
 from ..data.datasets import open_splits
 from ..data.images import prepare, read
 from ..errors import UserError

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchvision.transforms.v2.functional import gaussian_blur
 
 from .. import bundle
-from ..bundle import Config, Integration
+from ..config import Config, Integration
 from ..data.datasets import Images, pick
 from ..errors import UsageError
 from ..runtime import exits

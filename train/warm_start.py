@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from ..bundle import Architecture
+from ..config import Architecture
 from ..errors import UsageError
 from .batches import Batch, PictureDataset, loader
 from .loop import Objective, Plan, fit

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...bundle import Config
+from ...config import Config
 from ...errors import UserError
 from ...runtime.dynamics import TINY
 from ...runtime.exits import RULES, ExitReason, Measured, Rule

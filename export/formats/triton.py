@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...bundle import Config
+from ...config import Config
 from ...errors import MissingExtra, UserError
 from . import onnx_unrolled
 from .format import DEPTH, PRECISION, Format

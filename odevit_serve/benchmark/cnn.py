@@ -9,7 +9,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ..bundle import METADATA_KEY, Config
+from ..bundle import METADATA_KEY
+from ..config import Config
 
 WIDTHS, BLOCKS, OPSET = (16, 32, 64), 3, 17
 

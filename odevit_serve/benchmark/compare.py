@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import bundle
-from ..bundle import Config
+from ..config import Config
 from ..data.datasets import Images
 from ..guarantee.calibrate import match_labels
 from ..runtime.exits import Depth

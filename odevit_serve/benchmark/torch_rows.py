@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .. import bundle, costs
-from ..bundle import Config, ExitPolicy, TeacherFacts
+from ..config import Config, ExitPolicy, TeacherFacts
 from ..data import images
 from ..errors import UserError
 from ..export import parts

@@ -17,7 +17,7 @@ from . import app, say
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ..bundle import Confidence
+    from ..config import Confidence
     from ..guarantee.calibrate import CalibrationReport
 
 
@@ -65,6 +65,7 @@ def calibrate(
 ) -> None:
     """Choose a threshold at which, with confidence 1 - delta, early answers differ on at most epsilon of images."""
     from .. import bundle
+    from ..config import Confidence
     from ..guarantee import calibrate as calibration
     from ..guarantee.provenance import choose_images
     from ..runtime.sessions import read_metadata
@@ -96,7 +97,7 @@ def calibrate(
         found = calibrate_file(
             folder, images, epsilon, delta, seed, threads, output=output, chosen_as=chosen.words, unsure=unsure
         )
-        if isinstance(found, bundle.Confidence):
+        if isinstance(found, Confidence):
             _show_confidence(found, output or folder, as_json)
         else:
             _finish(found, output or folder, plot, as_json)

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from .. import bundle, costs
-from ..bundle import Config
+from ..config import Config
 from . import app
 
 

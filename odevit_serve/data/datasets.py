@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..bundle import Division
+from ..config import Division
 from ..errors import MissingExtra, UsageError, UserError
 from .images import SUFFIXES
 from .images import read as read_picture

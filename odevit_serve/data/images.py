@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFile, ImageOps
 
-from ..bundle import Preprocessing
+from ..config import Preprocessing
 from ..errors import UserError
 
 # Formats that Pillow decodes by itself: no Ghostscript, no file that refers to another.

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ..bundle import Config, Setting
+from ..config import Config, Setting
 from ..errors import UserError
 from ..runtime.dynamics import Floats
 from .recording import Followed, filled

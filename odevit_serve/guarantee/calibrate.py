@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from .. import bundle
-from ..bundle import Calibration, Confidence, Config, ExitPolicy
+from ..config import Calibration, Confidence, Config, Division, ExitPolicy
 from ..data import datasets as data
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
@@ -395,7 +395,7 @@ def open_images(
     split: str | None = None,
     limit: int | None = None,
     seed: int = 0,
-    division: bundle.Division | None = None,
+    division: Division | None = None,
 ) -> Images:
     """The images to calibrate on, as `datasets.pick` finds them; at most `limit` of them, drawn at random."""
     images = data.pick(source, split, division)

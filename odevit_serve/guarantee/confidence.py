@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from ..bundle import Confidence, Unsure
+from ..config import Confidence, Unsure
 from ..errors import UserError
 from ..runtime.dynamics import Floats, softmax
 from .bounds import binomial_tail, upper_bound

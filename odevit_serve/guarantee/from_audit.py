@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import bundle
-from ..bundle import Calibration, ExitPolicy
+from ..config import Calibration, ExitPolicy
 from ..errors import UserError
 from ..runtime.model import BundleModel
 from . import audit_file

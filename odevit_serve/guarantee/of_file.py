@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle import Calibration, Confidence, Config
+from ..config import Calibration, Confidence, Config
 from ..data.datasets import Images
 from ..errors import UsageError, UserError
 from ..files import atomic

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..bundle import Config
+from ..config import Config
 from ..data import datasets
 from ..data.datasets import Images
 from ..errors import UserError

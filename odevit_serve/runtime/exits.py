@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bundle import Config, Setting
+from ..config import Config, Setting
 from ..errors import UsageError
 from . import dynamics
 from .dynamics import Floats

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..bundle import Config, Setting
+from ..config import Config, Setting
 from ..errors import UsageError, UserError
 from . import exits
 from .exits import REASONS, Depth, ExitReason

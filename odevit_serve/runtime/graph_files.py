@@ -10,7 +10,8 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from .. import __version__, bundle
-from ..bundle import METADATA_KEY, Config
+from ..bundle import METADATA_KEY
+from ..config import Config
 from ..errors import UserError
 from .graph_builder import PRODUCER
 

@@ -20,7 +20,8 @@ import numpy as np
 import onnx
 
 from .. import bundle, solvers, step_size
-from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, STEP_OUTPUTS, Config, Integration
+from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, STEP_OUTPUTS
+from ..config import Config, Integration
 from ..errors import UserError
 from .graph_builder import Builder, Piece, Shape, Value, cut
 from .graph_files import found_digest, properties, read, write_metadata

@@ -16,7 +16,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from .. import bundle
-from ..bundle import Calibration, Config
+from ..config import Calibration, Config
 from ..data import images
 from ..errors import UsageError, UserError
 from .compute import Compute

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..bundle import Confidence, Config
+from ..config import Confidence, Config
 from . import dynamics
 from .dynamics import Floats
 from .exits import RULES, ExitReason

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import bundle
-from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, METADATA_KEY, STEP_OUTPUTS, Config, Integration, Setting
+from ..bundle import ESTIMATE_INPUTS, ESTIMATE_OUTPUTS, METADATA_KEY, STEP_OUTPUTS
+from ..config import Config, Integration, Setting
 from ..errors import UsageError, UserError
 from . import trust
 from .exits import Depth, resolve

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle import Config
+from ..config import Config
 from ..errors import UsageError
 from ..guarantee.audit import Betting, ThresholdSearch, candidates
 from ..guarantee.audit_file import Audited, AuditWriter, head

@@ -95,7 +95,7 @@ def test_a_fresh_process_is_measured(tiny_bundle: Path) -> None:
 
 def test_which_vits_it_is_compared_with() -> None:
     from odevit_serve.benchmark.torch_rows import vits
-    from odevit_serve.bundle import Architecture, Config, TeacherFacts
+    from odevit_serve.config import Architecture, Config, TeacherFacts
 
     shape, said = Architecture(width=192, heads=3), list[str]()
     assert list(vits(Config(shape), said)) == ["timm ViT of equal width"]
@@ -114,7 +114,7 @@ def test_all_rows(
 
     from odevit_serve import bundle
     from odevit_serve.benchmark import torch_rows as benchmark_torch
-    from odevit_serve.bundle import TeacherFacts
+    from odevit_serve.config import TeacherFacts
 
     # One ViT is enough here: the larger one only takes longer.
     monkeypatch.setattr(benchmark_torch, "vits", lambda config, left_out: {"a ViT": config.teacher})

@@ -25,7 +25,7 @@ import onnx
 import onnxruntime
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Config
+from odevit_serve.config import Config
 from odevit_serve.data.datasets import pick
 from odevit_serve.data.images import prepare
 from odevit_serve.export import precision

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from odevit_serve import bundle, costs, load
-from odevit_serve.bundle import Integration
+from odevit_serve.config import Integration
 from odevit_serve.data.datasets import Images
 from odevit_serve.guarantee import calibrate
 from odevit_serve.runtime import exits

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from timm.models.vision_transformer import Block
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.train.model import ODEViT, Psi
 from odevit_serve.train.objective import Distillation
 from odevit_serve.train.recipe import Training

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from odevit_serve.bundle import Division
+from odevit_serve.config import Division
 from odevit_serve.data.datasets import CIFAR10, Images, divide, held_out, open_splits, pick, split_off
 from odevit_serve.errors import UsageError, UserError
 

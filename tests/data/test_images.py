@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from odevit_serve.bundle import Preprocessing
+from odevit_serve.config import Preprocessing
 from odevit_serve.data import images
 from odevit_serve.errors import UserError
 

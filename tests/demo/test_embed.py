@@ -224,7 +224,7 @@ def test_c_says_what_is_wrong(
 
 
 def test_pictures_become_the_same_pixels_in_javascript(application: Path, tmp_path: Path) -> None:
-    from odevit_serve.bundle import Preprocessing
+    from odevit_serve.config import Preprocessing
     from odevit_serve.data import images
 
     random = np.random.default_rng(1)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from odevit_serve import load
-from odevit_serve.bundle import TeacherFacts
+from odevit_serve.config import TeacherFacts
 from odevit_serve.demo import html as cards
 from odevit_serve.demo import plots, trajectory, weights
 from odevit_serve.demo.trajectory import Choice
@@ -72,7 +72,8 @@ def test_a_bundle_of_any_solver_takes_any_other(tiny_bundles: Callable[..., Path
 def test_the_guarantee_is_told_for_the_very_settings_only(tiny_bundle: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 
-    from odevit_serve.bundle import Calibration, read_config, write_config
+    from odevit_serve.bundle import read_config, write_config
+    from odevit_serve.config import Calibration
 
     folder = Path(shutil.copytree(tiny_bundle, tmp_path / "copy"))
     config = read_config(folder)

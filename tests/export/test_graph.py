@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.export.graph import TABULATED, Folded
 from odevit_serve.train.model import ODEViT
 

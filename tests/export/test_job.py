@@ -19,8 +19,9 @@ import torch
 from conftest import tiny_model
 from PIL import Image
 
-from odevit_serve.bundle import METADATA_KEY, Calibration, Config, read_config, write_config
+from odevit_serve.bundle import METADATA_KEY, read_config, write_config
 from odevit_serve.cli import main
+from odevit_serve.config import Calibration, Config
 from odevit_serve.export import formats
 from odevit_serve.runtime.graph_builder import replace as replace_all
 from odevit_serve.runtime.model import load

@@ -14,7 +14,7 @@ from conftest import tiny_model
 from PIL import Image
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Integration
+from odevit_serve.config import Integration
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.export import precision
 from odevit_serve.export.formats.onnx_adaptive import adaptive_graph

@@ -12,7 +12,8 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
-from odevit_serve.bundle import Division, TeacherFacts, read_config
+from odevit_serve.bundle import read_config
+from odevit_serve.config import Division, TeacherFacts
 from odevit_serve.errors import UsageError
 from odevit_serve.export import parts
 from odevit_serve.export.ship import measure, ship

@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from odevit_serve import bundle
+from odevit_serve.config import Confidence
 from odevit_serve.data.datasets import Images
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.export import job
@@ -362,7 +363,7 @@ def test_a_file_of_fixed_depth_gets_probabilities_and_no_proof(
     answers = before.predict([np.asarray(some.read(i)) for i in range(300)])
     own = replace(some, labels=np.array([answer.index for answer in answers]))  # right each time: it may be surer
     found = calibrate_file(path, own, 0.05, 0.05, threads=1, output=fitted, unsure=0.1)
-    assert isinstance(found, bundle.Confidence)
+    assert isinstance(found, Confidence)
     assert found.temperature < 1
     assert found.unsure is not None
     after = load(fitted, threads=1)

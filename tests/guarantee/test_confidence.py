@@ -14,6 +14,7 @@ from scipy import stats
 
 import odevit_serve
 from odevit_serve import bundle
+from odevit_serve.config import Confidence, Unsure
 from odevit_serve.data.datasets import Images
 from odevit_serve.errors import UserError
 from odevit_serve.export import job
@@ -105,11 +106,11 @@ def marked(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("marked")
     shutil.copytree(tiny_bundle, folder, dirs_exist_ok=True)
     config = bundle.read_config(folder)
-    bundle.write_config(folder, config.replace(confidence=bundle.Confidence(0.5, 100, 0.2, 0.1)))
+    bundle.write_config(folder, config.replace(confidence=Confidence(0.5, 100, 0.2, 0.1)))
     answers = odevit_serve.load(folder, threads=1).predict(shots(60, 4, noise=60.0))
     middle = float(np.median([answer.probability for answer in answers]))
-    unsure = bundle.Unsure(middle, 0.1, 0.05, 30, 0.5, 0.05, 0.09)
-    bundle.write_config(folder, config.replace(confidence=bundle.Confidence(0.5, 100, 0.2, 0.1, unsure)))
+    unsure = Unsure(middle, 0.1, 0.05, 30, 0.5, 0.05, 0.09)
+    bundle.write_config(folder, config.replace(confidence=Confidence(0.5, 100, 0.2, 0.1, unsure)))
     return folder
 
 

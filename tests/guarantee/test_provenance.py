@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from odevit_serve import bundle
+from odevit_serve.config import Config, Division
 from odevit_serve.errors import UserError
 from odevit_serve.guarantee.provenance import choose_images
 
 
-def trained_on(config: bundle.Config, name: str, **division: Any) -> bundle.Config:
+def trained_on(config: Config, name: str, **division: Any) -> Config:
     provenance = {"recipe": {"data": {"source": name}}}
-    return config.replace(division=bundle.Division(**division), provenance=provenance)
+    return config.replace(division=Division(**division), provenance=provenance)
 
 
 def test_pictures_that_trained_or_chose_a_model_do_not_calibrate_it(tiny_bundle: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from hypothesis import strategies as st
 
 import odevit_serve
 from odevit_serve import bundle
-from odevit_serve.bundle import Preprocessing
+from odevit_serve.config import Preprocessing
 from odevit_serve.data import images
 from odevit_serve.errors import UserError
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odevit_serve.bundle import Calibration, Config, ExitPolicy, Integration, Setting
+from odevit_serve.config import Calibration, Config, ExitPolicy, Integration, Setting
 from odevit_serve.errors import UsageError
 from odevit_serve.runtime import dynamics, exits
 from odevit_serve.runtime.exits import ExitReason, Measured, Readings

@@ -15,7 +15,8 @@ import torch
 from conftest import tiny_model
 
 from odevit_serve import bundle
-from odevit_serve.bundle import METADATA_KEY, Config, Integration
+from odevit_serve.bundle import METADATA_KEY
+from odevit_serve.config import Config, Integration
 from odevit_serve.errors import UserError
 from odevit_serve.runtime.graph_builder import Builder, cut, every_graph
 from odevit_serve.runtime.graph_files import digest, properties, read, write_metadata

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odevit_serve.bundle import Confidence
+from odevit_serve.config import Confidence
 from odevit_serve.runtime.exits import RULES, Depth, ExitReason
 from odevit_serve.runtime.jobs import Job, Outcome
 from odevit_serve.runtime.results import Attention, Failure, Prediction, conclude

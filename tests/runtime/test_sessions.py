@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Config
+from odevit_serve.config import Config
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.runtime import sessions as session
 from odevit_serve.runtime.sessions import CPU, CUDA, TENSORRT, Graphs, open_session, properties, read_metadata

@@ -18,6 +18,7 @@ from servers import SlowSlots, nothing_left, png, running, until
 
 import odevit_serve
 from odevit_serve import bundle
+from odevit_serve.config import Confidence, Unsure
 from odevit_serve.runtime.model import BundleModel
 from odevit_serve.serving.engine import Engine
 from odevit_serve.serving.http.middleware import Options
@@ -120,9 +121,9 @@ def test_marks_are_tensors_here_and_over_http(tiny_bundle: Path, tmp_path: Path)
     """`guaranteed` of every model, `unsure` of one that has the mark."""
     folder = shutil.copytree(tiny_bundle, tmp_path / "random")
     chances = [p.probability for p in odevit_serve.load(folder, threads=1).predict(PICTURES)]
-    mark = bundle.Unsure(float(np.median(chances)), 0.1, 0.05, 100)
+    mark = Unsure(float(np.median(chances)), 0.1, 0.05, 100)
     config = bundle.read_config(folder)
-    bundle.write_config(folder, config.replace(confidence=bundle.Confidence(1.0, 100, unsure=mark)))
+    bundle.write_config(folder, config.replace(confidence=Confidence(1.0, 100, unsure=mark)))
     loaded = odevit_serve.load(folder, threads=1)
     expected = [[p.guaranteed, p.unsure] for p in loaded.predict(PICTURES)]
     assert {unsure for _, unsure in expected} == {True, False}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from odevit_serve.bundle import Preprocessing
+from odevit_serve.config import Preprocessing
 from odevit_serve.data.datasets import Images, open_splits
 from odevit_serve.errors import UserError
 from odevit_serve.train.batches import CropFlip, Order, PictureDataset, Unreadable, loader, set_epoch, transform

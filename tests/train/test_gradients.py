@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.solvers import order
 from odevit_serve.train import recipe
 from odevit_serve.train.gradients import GRADIENTS

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.dynamic_module_utils import get_imports
 
 from odevit_serve import bundle
-from odevit_serve.bundle import Calibration, Preprocessing, Setting
+from odevit_serve.config import Calibration, ExitPolicy, Preprocessing, Setting
 from odevit_serve.data import images
 from odevit_serve.errors import UserError
 from odevit_serve.train.hf import ODEViTForImageClassification, ODEViTImageProcessor, write_remote_code
@@ -147,7 +147,7 @@ def test_trainer_fine_tunes_it_for_other_classes(folder: Path, tmp_path: Path) -
     trainer.save_model(str(tmp_path / "tuned"))
     tuned = ODEViT.from_pretrained(tmp_path / "tuned")
     assert tuned.config.labels == ("red", "green", "blue")
-    assert tuned.config.exit == bundle.ExitPolicy()  # nothing is guaranteed for weights that nobody has calibrated
+    assert tuned.config.exit == ExitPolicy()  # nothing is guaranteed for weights that nobody has calibrated
     assert tuned.config.metrics == {}
     assert tuned.config.provenance["started_from"] == "random"
     pixels = torch.stack([item["pixel_values"] for item in (Colours()[i] for i in range(8))])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.train import losses
 from odevit_serve.train.losses import LOSSES, Rollout, Target, error_bound, jasmin_of_code, jasmin_of_paper
 from odevit_serve.train.model import ODEViT

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.errors import UserError
 from odevit_serve.train.model import CenterNorm, ODEViT, SelfAttention, normalised, spread
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-from odevit_serve import bundle
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing, TeacherFacts
 from odevit_serve.train.batches import Batch
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.objective import Distillation, FineTuning
@@ -38,7 +37,7 @@ def objective(
 def teacher() -> Teacher:
     torch.manual_seed(1)
     vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=3, mlp_ratio=2, num_classes=5)
-    return Teacher(vit, bundle.TeacherFacts("test", 3, 24, 3, 2.0)).eval().requires_grad_(False)
+    return Teacher(vit, TeacherFacts("test", 3, 24, 3, 2.0)).eval().requires_grad_(False)
 
 
 def test_every_batch_draws_its_number_of_steps_over_the_same_horizon() -> None:
@@ -106,7 +105,7 @@ def test_a_teacher_that_sees_whole_pictures_is_asked_about_those(teacher: Teache
 
 def test_a_teacher_of_another_width_is_read_off_the_student() -> None:
     vit = VisionTransformer(img_size=16, patch_size=4, embed_dim=36, depth=3, num_heads=3, mlp_ratio=2, num_classes=5)
-    wide = Teacher(vit, bundle.TeacherFacts("test", 3, 36, 3, 2.0)).eval().requires_grad_(False)
+    wide = Teacher(vit, TeacherFacts("test", 3, 36, 3, 2.0)).eval().requires_grad_(False)
     which = objective({"trajectory": 1.0}, wide)
     which.student.hints["cls3"] = torch.nn.Linear(24, 36)
     arguments = which.prepare(Batch(PIXELS, LABELS, torch.arange(4), []), 0, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from odevit_serve.bundle import Division, Preprocessing
+from odevit_serve.config import Division, Preprocessing
 from odevit_serve.data.images import prepare
 from odevit_serve.errors import UserError
 from odevit_serve.train.photographs import Part, look_through, open_parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odevit_serve import costs
-from odevit_serve.bundle import Config
+from odevit_serve.config import Config
 from odevit_serve.train.presets import PRESETS
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from odevit_serve import costs
-from odevit_serve.bundle import Preprocessing
+from odevit_serve.config import Preprocessing
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.train.presets import PRESETS
 from odevit_serve.train.recipe import RECIPES, read_recipe

@@ -22,7 +22,8 @@ from small_training import SMALL, command
 from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import bundle as bundles
-from odevit_serve.bundle import Preprocessing, read_config
+from odevit_serve.bundle import read_config
+from odevit_serve.config import Preprocessing
 from odevit_serve.train import loop
 from odevit_serve.train.batches import PictureDataset
 from odevit_serve.train.loop import accelerator

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from odevit_serve import costs
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.data.datasets import Images
 from odevit_serve.data.images import prepare
 from odevit_serve.errors import UsageError, UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from odevit_serve.bundle import Architecture, Config, Integration, Preprocessing
+from odevit_serve.config import Architecture, Config, Integration, Preprocessing
 from odevit_serve.errors import UsageError
 from odevit_serve.train.model import ODEViT
 from odevit_serve.train.recipe import Teaching

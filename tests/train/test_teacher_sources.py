@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from odevit_serve.bundle import Architecture
+from odevit_serve.config import Architecture
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.train.recipe import Teaching
 from odevit_serve.train.teacher_sources import load_teacher, to_timm_names

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...bundle import Integration
+from ...config import Integration
 from ...guarantee import calibrate
 from ...guarantee.recording import NUMBERS, Recording
 from ...runtime import dynamics, exits

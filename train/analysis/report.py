@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...bundle import Preprocessing
+from ...config import Preprocessing
 from ...files import atomic
 from .figures import DRAWN
 

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ExceptionHandler
 
 from ... import __version__
-from ...bundle import Config
+from ...config import Config
 from ...data import images
 from ...errors import UsageError, UserError
 from ...runtime import drawing as pictures

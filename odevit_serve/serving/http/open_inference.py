@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from ... import __version__
-from ...bundle import Config
+from ...config import Config
 from ...errors import UsageError
 from ...runtime.options import RequestOptions
 from ..engine import Answer

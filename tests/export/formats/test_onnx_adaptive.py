@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from odevit_serve import bundle
+from odevit_serve.config import Calibration, Config, Setting
 from odevit_serve.errors import UserError
 from odevit_serve.export.formats.onnx_adaptive import adaptive_graph
 from odevit_serve.runtime import exits
@@ -38,7 +39,7 @@ def session(folder: Path, compact: bool = True, **policy: Any) -> onnxruntime.In
     return onnxruntime.InferenceSession(adaptive_graph(parts(folder), config, compact).SerializeToString(), options)
 
 
-def changed(folder: Path, **policy: Any) -> bundle.Config:
+def changed(folder: Path, **policy: Any) -> Config:
     config = bundle.read_config(folder)
     return config.replace(exit=replace(config.exit, **policy))
 
@@ -49,7 +50,7 @@ def run(graph: onnxruntime.InferenceSession, pixels: np.ndarray, **inputs: float
     return dict(zip(OUTPUTS, graph.run(list(OUTPUTS), {"pixel_values": pixels, **feed})))
 
 
-def runtime(folder: Path, config: bundle.Config, pixels: np.ndarray, **depth: Any) -> dict[str, np.ndarray]:
+def runtime(folder: Path, config: Config, pixels: np.ndarray, **depth: Any) -> dict[str, np.ndarray]:
     """The same images through the engine's slots."""
     slots = Slots(Graphs(folder, config), len(pixels))
     slots.admit(pixels, [Job(key, exits.resolve(config, **depth)) for key in range(len(pixels))])
@@ -90,7 +91,7 @@ def test_every_rule_that_exports_is_tried() -> None:
 def test_any_rule_that_exports_ends_images_as_in_the_runtime(tiny_bundle: Path, rule: str) -> None:
     policy = {"rule": rule, "threshold": RULES[rule]}
     if rule not in ("travel", "drift"):  # a proof is what lets a bundle run by them
-        policy["calibration"] = bundle.Calibration(0.01, 0.05, 1, "", bundle.Setting(8, 4.0))
+        policy["calibration"] = Calibration(0.01, 0.05, 1, "", Setting(8, 4.0))
     found = run(session(tiny_bundle, **policy), IMAGES)
     same(found, runtime(tiny_bundle, changed(tiny_bundle, **policy), IMAGES))
     assert len(np.unique(found["steps"])) > 1

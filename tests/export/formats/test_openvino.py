@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from odevit_serve import load
-from odevit_serve.bundle import METADATA_KEY, Config, read_config
+from odevit_serve.bundle import METADATA_KEY, read_config
+from odevit_serve.config import Config
 from odevit_serve.errors import MissingExtra, UsageError, UserError
 from odevit_serve.export.checks import CheckFailed
 from odevit_serve.export.formats import openvino

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odevit_serve.bundle import Architecture
+from odevit_serve.config import Architecture
 from odevit_serve.train.analysis.energy import energy
 from odevit_serve.train.model import SelfAttention
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from odevit_serve import load
-from odevit_serve.bundle import Integration
+from odevit_serve.config import Integration
 from odevit_serve.runtime import dynamics
 from odevit_serve.train.analysis import numbers as sections
 
