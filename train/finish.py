@@ -20,7 +20,9 @@ from .. import bundle
 from ..data.datasets import Images
 from ..errors import UserError
 from ..files import replace
-from ..guarantee.calibrate import calibrate, images_needed, measuring, upper_bound
+from ..guarantee.bounds import upper_bound
+from ..guarantee.calibrate import calibrate
+from ..guarantee.thresholds import images_needed, measuring
 from ..model_card import write_card
 from ..runtime.model import BundleModel, load_bundle
 from .model import ODEViT

@@ -18,18 +18,8 @@ from ..errors import UserError
 from ..runtime.model import BundleModel
 from . import audit_file
 from .bounds import upper_bound
-from .calibrate import (
-    CalibrationReport,
-    Row,
-    check_numbers,
-    choose,
-    grid,
-    lyapunov_limit,
-    measuring,
-    reasons,
-    table_rows,
-    write_policy,
-)
+from .calibrate import CalibrationReport, Row, check_numbers, reasons, write_policy
+from .thresholds import choose, grid, lyapunov_limit, measuring, table_rows
 
 
 def calibrate_from_audit(

@@ -27,8 +27,9 @@ from ..runtime.exits import REASONS
 from ..runtime.model import FileModel
 from ..runtime.results import Prediction
 from .bounds import binomial_tail, upper_bound
-from .calibrate import CalibrationReport, Rival, Row, check_numbers, match_labels, measuring
+from .calibrate import CalibrationReport, Rival, Row, check_numbers, match_labels
 from .confidence import measure_confidence
+from .thresholds import measuring
 
 SCALES = tuple(2.0**power for power in range(4, -7, -1))  # of the file's own threshold: how far others lie from it
 FEWEST = 100  # labelled images that a file of fixed depth is given

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from odevit_serve.guarantee.calibrate import images_needed
+from odevit_serve.guarantee.thresholds import images_needed
 from odevit_serve.train.finish import Confusion, interval, smallest_epsilon, worst_pair
 
 

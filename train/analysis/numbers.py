@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...config import Integration
-from ...guarantee import calibrate
+from ...guarantee import thresholds
 from ...guarantee.recording import NUMBERS, Recording
 from ...runtime import dynamics, exits
 from ...runtime.dynamics import Floats
@@ -247,7 +247,7 @@ def rules(recording: Recording, lines: int = 60) -> Numbers:
         found["accuracy"] = _share(answers[:, -1] == labels)
     changes = answers[:, :-1] != answers[:, -1:]
     found["still_to_change"] = changes.mean(0).tolist()
-    travel = recording.subset(np.arange(max(1, calibrate.measuring(len(recording))))).mean_travel()
+    travel = recording.subset(np.arange(max(1, thresholds.measuring(len(recording))))).mean_travel()
     for name, rule in exits.RULES.items():
         if name not in NEVER_STOPS:
             found["rules"][name] = judge_rule(recording, recording.scores(rule, travel), changes, lines)
@@ -257,7 +257,7 @@ def rules(recording: Recording, lines: int = 60) -> Numbers:
 def judge_rule(recording: Recording, scores: Floats, changes: np.ndarray, lines: int = 60) -> Numbers:
     """What a rule with these scores [n,N] gives."""
     curve: list[Numbers] = []
-    for threshold in calibrate.grid(recording, scores, lines):
+    for threshold in thresholds.grid(recording, scores, lines):
         ends = recording.exit_steps(scores, float(threshold))
         row = {"mean_steps": float(ends.mean()), "differs": _share(recording.errors(ends))}
         if recording.labels is not None:
@@ -278,7 +278,7 @@ def at_levels(recording: Recording, scores: Floats) -> dict[str, Numbers]:
     fit, held, found = recording.subset(first), recording.subset(second), {}
     for level in LEVELS:
         chosen = math.inf
-        for threshold in calibrate.grid(fit, scores[first]):
+        for threshold in thresholds.grid(fit, scores[first]):
             if fit.errors(fit.exit_steps(scores[first], float(threshold))).mean() > level:
                 break
             chosen = float(threshold)
