@@ -98,14 +98,14 @@ def accelerator(mixed_precision: str = "no") -> Accelerator:
     )
 
 
-def optimizers(objective: Objective, plan: Plan) -> list[torch.optim.Optimizer]:
+def optimizers(objective: Objective, plan: Plan, half: bool = False) -> list[torch.optim.Optimizer]:
     trainable = [p for p in objective.net.parameters() if p.requires_grad and p.numel()]
     if plan.optimizer == "adamw":
         return [torch.optim.AdamW(trainable, plan.lr, weight_decay=plan.weight_decay)]
     matrices = [p for p in objective.matrices() if p.requires_grad]
     chosen = {id(p) for p in matrices}
     rest = [p for p in trainable if id(p) not in chosen]
-    muon = Muon(matrices, plan.muon_lr, plan.weight_decay)
+    muon = Muon(matrices, plan.muon_lr, plan.weight_decay, half=half)
     return [muon, torch.optim.AdamW(rest, plan.lr, weight_decay=plan.weight_decay)]
 
 
@@ -150,6 +150,94 @@ class MetricsLog:
                 self.board.add_scalar(name, value, step)
 
 
+class Fitting:
+    """Everything of a run that changes, and how it is kept: networks, optimisers, schedules, average, progress."""
+
+    def __init__(
+        self,
+        machine: Accelerator,
+        objective: Objective,
+        pictures: PictureDataset,
+        plan: Plan,
+        folder: Path,
+        say: Say,
+        best: float,
+    ):
+        self.machine, self.objective, self.pictures, self.plan, self.say = machine, objective, pictures, plan, say
+        data: Any = loader(pictures, plan.batch_size, plan.seed, shuffle=True, workers=plan.workers)
+        self.per_epoch = len(data)
+        objective.to(machine.device)  # first: the average and what a checkpoint holds are made where the weights are
+        self.steppers = optimizers(objective, plan, half=machine.mixed_precision == "bf16")
+        self.rates = [scheduler(o, plan, plan.epochs * self.per_epoch) for o in self.steppers]
+        self.average = AveragedModel(objective.net, multi_avg_fn=_ema(plan.ema), use_buffers=True) if plan.ema else None
+        self.state, self.checkpoint = Progress(best=best), folder / "last.pt"
+        resumed = self.checkpoint.exists()
+        if resumed:
+            self.state = _restore(self.checkpoint, objective.net, self.average, self.steppers, self.rates)
+            say(f"resuming at epoch {self.state.epoch + 1}, batch {self.state.batch + 1} of {self.per_epoch}")
+        wrapped, self.data, *self.prepared = machine.prepare(objective, data, *self.steppers)
+        self.forward = torch.compile(wrapped) if plan.compile else wrapped
+        self.metrics = MetricsLog(folder, self.state.lines, machine.is_main_process)
+        self.unreadable = Unreadable(len(pictures), say)
+        if not resumed:
+            machine.wait_for_everyone()  # all have looked whether there is one
+            self.save()  # before anything is kept: what is kept without a checkpoint beside it counts as finished
+        self.saved = time.monotonic()
+
+    @property
+    def net(self) -> nn.Module:
+        """The network that is judged and kept."""
+        return self.average.module if self.average else self.objective.net
+
+    def save(self) -> None:
+        self.state.lines = self.metrics.lines
+        if self.machine.is_main_process:
+            _save(self.checkpoint, self.state, self.objective.net, self.average, self.steppers, self.rates)
+        self.saved = time.monotonic()
+
+    def epoch(self, watch: Watch | None) -> dict[str, float]:
+        """Train to the end of this epoch; the mean of each loss over it."""
+        state, active = self.state, self.machine.is_main_process
+        self.objective.train()
+        set_epoch(self.data, self.pictures, state.epoch)
+        batches = self.machine.skip_first_batches(self.data, state.batch) if state.batch else self.data
+        with nullcontext(watch) if watch else _bar(self.say, active, state, self.plan, self.per_epoch) as tick:
+            begun = time.monotonic()
+            for batch in batches:
+                terms = self.step(batch)
+                tick(state)
+                if state.step % 50 == 0:
+                    self.metrics.write(state.step, {f"batch/{k}": float(v.detach()) for k, v in terms.items()})
+                now = time.monotonic()
+                state.seconds, begun = state.seconds + now - begun, now
+                if now - self.saved > self.plan.save_seconds:
+                    self.save()
+        return {name: total / max(1, state.batch) for name, total in state.sums.items()}
+
+    def step(self, batch: Batch) -> dict[str, Tensor]:
+        """One update of the weights; the terms of the loss."""
+        state, plan = self.state, self.plan
+        self.unreadable.add(batch.unreadable)
+        with torch.no_grad():
+            arguments = self.objective.prepare(batch, self.pictures.view, state.step)
+        terms: dict[str, Tensor] = self.forward(*arguments)
+        loss = _weigh(terms, self.objective.weights, state)
+        self.machine.backward(loss)
+        if plan.clip:
+            self.machine.clip_grad_norm_(self.objective.net.parameters(), plan.clip)
+        for optimizer, rate in zip(self.prepared, self.rates):
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+        if self.average:
+            self.average.update_parameters(self.objective.net)
+        state.batch += 1
+        state.step += 1
+        for name, value in {"loss": loss, **terms}.items():
+            state.sums[name] = state.sums.get(name, 0.0) + float(value.detach())
+        return terms
+
+
 def fit(
     machine: Accelerator,
     objective: Objective,
@@ -169,78 +257,21 @@ def fit(
     `validate` measures a network, `keep` stores the one with the best `score` above `best`; `finished` may end the run
     early; `watch` is told after each batch where the run stands, in place of a bar for each epoch.
     """
-    data: Any = loader(pictures, plan.batch_size, plan.seed, shuffle=True, workers=plan.workers)
-    per_epoch = len(data)
-    objective.to(machine.device)  # first: the average and what a checkpoint holds are made where the weights are
-    steppers = optimizers(objective, plan)
-    rates = [scheduler(o, plan, plan.epochs * per_epoch) for o in steppers]
-    average = AveragedModel(objective.net, multi_avg_fn=_ema(plan.ema), use_buffers=True) if plan.ema else None
-    state = Progress(best=best)
-    checkpoint = folder / "last.pt"
-    if checkpoint.exists():
-        state = _restore(checkpoint, objective.net, average, steppers, rates)
-        say(f"resuming at epoch {state.epoch + 1}, batch {state.batch + 1} of {per_epoch}")
-    wrapped, data, *prepared = machine.prepare(objective, data, *steppers)
-    forward = torch.compile(wrapped) if plan.compile else wrapped
-    metrics = MetricsLog(folder, state.lines, machine.is_main_process)
-    unreadable = Unreadable(len(pictures), say)
-    saved = time.monotonic()
-
-    def save() -> None:
-        nonlocal saved
-        state.lines = metrics.lines
-        if machine.is_main_process:
-            _save(checkpoint, state, objective.net, average, steppers, rates)
-        saved = time.monotonic()
-
-    if not checkpoint.exists():
-        machine.wait_for_everyone()  # all have looked whether there is one
-        save()  # before anything is kept: what is kept without a checkpoint beside it counts as finished
+    run = Fitting(machine, objective, pictures, plan, folder, say, best)
+    state = run.state
     while state.epoch < (plan.stop_after or plan.epochs):
-        objective.train()
-        set_epoch(data, pictures, state.epoch)
-        batches = machine.skip_first_batches(data, state.batch) if state.batch else data
-        with nullcontext(watch) if watch else _bar(say, machine.is_main_process, state, plan, per_epoch) as tick:
-            begun = time.monotonic()
-            for batch in batches:
-                unreadable.add(batch.unreadable)
-                with torch.no_grad():
-                    arguments = objective.prepare(batch, pictures.view, state.step)
-                terms = forward(*arguments)
-                loss = _weigh(terms, objective.weights, state)
-                machine.backward(loss)
-                if plan.clip:
-                    machine.clip_grad_norm_(objective.net.parameters(), plan.clip)
-                for optimizer, rate in zip(prepared, rates):
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    rate.step()
-                if average:
-                    average.update_parameters(objective.net)
-                state.batch += 1
-                state.step += 1
-                for name, value in {"loss": loss, **terms}.items():
-                    state.sums[name] = state.sums.get(name, 0.0) + float(value.detach())
-                tick(state)
-                if state.step % 50 == 0:
-                    metrics.write(state.step, {f"batch/{k}": float(v.detach()) for k, v in terms.items()})
-                now = time.monotonic()
-                state.seconds, begun = state.seconds + now - begun, now
-                if now - saved > plan.save_seconds:
-                    save()
-        values = {name: total / max(1, state.batch) for name, total in state.sums.items()}
-        net = average.module if average else objective.net
-        values |= {**validate(net), **objective.watch()}
-        values |= {"lr": float(rates[0].get_last_lr()[0]), "seconds": state.seconds}
+        values = run.epoch(watch)
+        values |= {**validate(run.net), **objective.watch()}
+        values |= {"lr": float(run.rates[0].get_last_lr()[0]), "seconds": state.seconds}
         state.epoch, state.batch, state.sums = state.epoch + 1, 0, {}
-        metrics.write(state.step, {"epoch": state.epoch, **values})
+        run.metrics.write(state.step, {"epoch": state.epoch, **values})
         say(f"epoch {state.epoch}/{plan.epochs}: " + ", ".join(f"{k} {v:.4g}" for k, v in values.items()))
         if values[score] > state.best:
             state.best = values[score]
             if machine.is_main_process:
-                keep(net, values)
+                keep(run.net, values)
         end = finished(state, values)
-        save()
+        run.save()
         if end:
             break
     machine.wait_for_everyone()

@@ -408,7 +408,7 @@ def test_another_seed_shows_other_views_and_sets_the_same_images_aside(data: Pat
         read_data(read_recipe(None, [*asked, *more]))
         for more in ([], ["training.seed=1"], ["training.seed=1", "data.seed=1"])
     )
-    assert [part.names for part in one] == [part.names for part in two]
+    assert [part.names for part in one[:2]] == [part.names for part in two[:2]]
     assert one[1].names != three[1].names
     first, second = (PictureDataset(one[0], Preprocessing((3, 16, 16)), "crop-flip", seed) for seed in (0, 1))
     assert any(not torch.equal(first[row][0], second[row][0]) for row in range(8))
