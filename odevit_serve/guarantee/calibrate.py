@@ -127,37 +127,41 @@ def calibrate(
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             rearrange(folder, config, replace(own, tolerance=0.0), scratch)  # a tolerance is put in when it is opened
             folder = scratch
-        return _calibrate(
-            folder, config.replace(integration=own), images, epsilon, delta, rule, target, seed, threads, advance,
-            output, chosen_as, unsure,
-        )  # fmt: skip
+        claim = Claim(epsilon, delta, target, rule, unsure, seed)
+        model = BundleModel(folder, config.replace(integration=own), threads=threads)
+        return _calibrate(model, folder, images, claim, advance, output, chosen_as)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is to be proven, and by which rule."""
+
+    epsilon: float
+    delta: float
+    target: str
+    rule: str
+    unsure: float | None
+    seed: int
 
 
 def _calibrate(
+    model: BundleModel,
     folder: Path,
-    config: Config,
     images: Images,
-    epsilon: float,
-    delta: float,
-    rule: str,
-    target: str,
-    seed: int,
-    threads: int | None,
+    claim: Claim,
     advance: Callable[[], None],
     output: Path | None,
     chosen_as: str,
-    unsure: float | None,
 ) -> CalibrationReport:
-    """The same for a folder whose graphs step as the configuration says."""
-    own = config.integration
-    model = BundleModel(folder, config, threads=threads)
+    """The same for a folder whose graphs step as the model's configuration says."""
+    config, epsilon, delta, target = model.config, claim.epsilon, claim.delta, claim.target
     labels = match_labels(images, config)
     if target == "accuracy" and labels is None:
         raise UserError("--target accuracy needs labels: class folders, or y arrays, that match the model's labels")
-    if unsure is not None and (labels is None or not 0 < unsure < 1):
+    if claim.unsure is not None and (labels is None or not 0 < claim.unsure < 1):
         raise UserError("--unsure is a fraction, and needs labels that match the model's: class folders, or y arrays")
-    candidates = competitors(rule)
-    order = np.random.default_rng(seed).permutation(len(images))
+    candidates = competitors(claim.rule)
+    order = np.random.default_rng(claim.seed).permutation(len(images))
     first, second = order[: measuring(len(order))], order[measuring(len(order)) :]
     recorder = Recorder(model, images, labels, advance=advance)
     measured = recorder.record(first)
@@ -177,32 +181,42 @@ def _calibrate(
             f"no threshold of {winner.name!r} could be proven to err on at most {epsilon:g} of images with confidence "
             f"{1 - delta:g}; nothing was changed"
         )
-
-    def row(value: float) -> Row:
-        ends = tested.exit_steps(scores, value, limit)
-        wrong, mean = int(tested.errors(ends, target).sum()), float(ends.mean())
-        accuracy = None if tested.labels is None else float((tested.answers_at(ends) == tested.labels).mean())
-        bound = upper_bound(wrong, len(tested), delta)
-        return Row(value, wrong / len(tested), bound, mean, accuracy, recorder.time_saved(mean))
-
-    rows = [row(value) for value in table_rows(thresholds, threshold)]
+    rows = [
+        _row(tested, scores, value, limit, claim, recorder.time_saved) for value in table_rows(thresholds, threshold)
+    ]
     chosen = next(entry for entry in rows if entry.threshold == threshold)
+    ends = tested.exit_steps(scores, threshold, limit)
     proof = Calibration(
         epsilon, delta, len(tested), recorder.digest.hexdigest(), model.graphs.setting, target, chosen_as,
         chosen.observed, chosen.bound, chosen.mean_steps, reasons(tested, scores, threshold, limit),
-        contracting(tested, tested.exit_steps(scores, threshold, limit)),
+        contracting(tested, ends),
     )  # fmt: skip
-    policy = ExitPolicy(winner.name, threshold, limit, tuple(travel.tolist()), own.horizon, proof)
+    policy = ExitPolicy(winner.name, threshold, limit, tuple(travel.tolist()), config.integration.horizon, proof)
     confidence = None
     if measured.labels is not None and tested.labels is not None:
-        ends = measured.exit_steps(measured.scores(winner, travel), threshold, limit)
-        tested_ends = tested.exit_steps(scores, threshold, limit)
-        fitting, proving = (measured.logits_at(ends), measured.labels), (tested.logits_at(tested_ends), tested.labels)
-        confidence = measure_confidence(fitting, proving, unsure, delta)
+        early = measured.exit_steps(measured.scores(winner, travel), threshold, limit)
+        fitting, proving = (measured.logits_at(early), measured.labels), (tested.logits_at(ends), tested.labels)
+        confidence = measure_confidence(fitting, proving, claim.unsure, delta)
     write_policy(folder, output, config.replace(exit=policy, confidence=confidence))
     full = None if tested.labels is None else float((tested.answers[:, -1] == tested.labels).mean())
     shown = (*rivals, *fixed_steps(model, images, labels, first, measured, target))
     return CalibrationReport(policy, chosen, tuple(rows), shown, full, recorder.skipped, confidence)
+
+
+def _row(
+    tested: Recording,
+    scores: Floats,
+    threshold: float,
+    limit: float | None,
+    claim: Claim,
+    time_saved: Callable[[float], float],
+) -> Row:
+    """What the testing images give at a threshold."""
+    ends = tested.exit_steps(scores, threshold, limit)
+    wrong, mean = int(tested.errors(ends, claim.target).sum()), float(ends.mean())
+    accuracy = None if tested.labels is None else float((tested.answers_at(ends) == tested.labels).mean())
+    bound = upper_bound(wrong, len(tested), claim.delta)
+    return Row(threshold, wrong / len(tested), bound, mean, accuracy, time_saved(mean))
 
 
 def competitors(rule: str) -> list[Rule]:
