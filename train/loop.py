@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ def accelerator(mixed_precision: str = "no") -> Accelerator:
 
     A batch need not reach every parameter: gradients may end before the stem, and few steps meet few teacher layers.
     """
+    warnings.filterwarnings("ignore", message="Grad strides do not match")  # of kernels in channels-last: no error
     return Accelerator(
         mixed_precision=mixed_precision,
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],

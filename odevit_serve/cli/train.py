@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import time
 from pathlib import Path
@@ -102,15 +103,19 @@ def train(
         typer.echo(json.dumps(recipe.to_dict(), indent=2))
         return
     require("train")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # notes to those who program torch, once a process
     from ..train.run import train as run
 
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     try:
         folder = run(recipe, output, say)
     except KeyboardInterrupt:
-        say(f"interrupted; go on with: odevit-serve train --resume {output}")
+        if first:
+            say(f"interrupted; go on with: odevit-serve train --resume {output}")
         raise typer.Exit(130) from None
-    say(f"bundle: {folder}")
-    say(f"next: odevit-serve export {folder} --format parts, then odevit-serve predict --model {folder} PICTURE")
+    if first:
+        say(f"bundle: {folder}")
+        say(f"next: odevit-serve export {folder} --format parts, then odevit-serve predict --model {folder} PICTURE")
 
 
 def _list_recipes() -> None:

@@ -272,6 +272,8 @@ def test_two_processes_match_one(data: Path, teacher: Path, tmp_path: Path, head
     done = by_two(*words, "-o", tmp_path / "two")
     assert done.returncode == 0, done.stderr
     assert "2 processes" in done.stderr
+    assert "Warning" not in done.stderr
+    assert done.stderr.count("bundle: ") == 1
     one, two = (load_file(tmp_path / name / "bundle" / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
