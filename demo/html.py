@@ -50,7 +50,7 @@ def guarantee(model: BundleModel, choice: Choice) -> str:
         return f"**Not possible.** {error}"
     proof = config.exit.calibration
     if depth.rule.name == "fixed" and depth.max_steps == depth.steps:
-        return "**Full depth.** Nothing is cut short, so there is nothing to guarantee."
+        return "**Full depth.** No image exits early, so there is nothing to guarantee."
     if depth.guaranteed and proof is not None:
         other = (
             "differs from the full-depth answer"
@@ -125,7 +125,7 @@ def answer(run: Inspection) -> str:
         f"<tr><th>{name}</th><td>{time} <span>{of}</span></td><td>{less} <span>{macs}</span></td></tr>"
         for name, time, of, less, macs in rows
     )
-    mark = '<p class="unsure">Unsure: below the confidence that was tested.</p>' if run.unsure else ""
+    mark = '<p class="unsure">Unsure: the probability is below the tested threshold.</p>' if run.unsure else ""
     return (
         f'<div class="answer"><h2 id="answer-label">{escape(run.label)}</h2>{mark}{bars}{other}'
         f'<p class="depth"><b class="count">{run.steps}<small>/{run.depth.steps}</small></b> '

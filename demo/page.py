@@ -39,7 +39,7 @@ class Models:
         for source in given:
             path = bundle.find(source)
             if path.is_file():
-                raise UserError(f"{path} is one graph and shows no steps: give the bundle that it was exported from")
+                raise UserError(f"{path} is a single file and shows no steps: give the bundle it was exported from")
             names[source if source in names else path.name] = source
         if not names:
             raise UsageError("there is no model to show: give one with --model")
@@ -230,7 +230,7 @@ class Page:
         engine, choice = self.models.engine(model), self.choice(model, *settings)
         own = engine.model.config.integration.solver
         if choice.solver not in (None, own):
-            raise UsageError(f"many pictures at once go by the bundle's own solver, {own}: choose it in the first tab")
+            raise UsageError(f"many pictures at once need the bundle's own solver, {own}: choose it in the first tab")
         names = [Path(path).name for path in files]
         futures: list[Future[Answer]] = engine.submit_many(files, names=names, **choice.asked)
         rows: list[dict[str, Any]] = []

@@ -213,7 +213,7 @@ def path(run: Inspection, head: tuple[Floats, Floats] | None) -> str:
         shape = "ring" if name == "exit" else "way-end"
         parts.append(f'<circle class="{shape}" cx="{x:.1f}" cy="{y:.1f}" r="{7 if name == "exit" else 5}"/>')
         parts.append(f'<text class="way-name" x="{x + side:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">{name}</text>')
-    note = f"The plane of its two main directions holds {share:.0%} of the line."
+    note = f"The plane of its two main directions holds {share:.0%} of the path."
     text = f"Path of CLS in two dimensions from the start to {run.full_label}. {note}"
     if head is not None:
         note += " Colours: the class that the head answers at each point of it. Arrows: where a class grows."

@@ -113,7 +113,7 @@ class ExportJob:
         self.own = bundle.read_config(self.folder)
         self.integration = _integration(self.own, settings, "tolerance" in self.entry.options)
         if self.integration.tolerance and settings.precision != "fp32":
-            raise UsageError(f"a tolerance goes with --precision fp32, not {settings.precision}: give --tolerance 0")
+            raise UsageError(f"a tolerance needs --precision fp32, not {settings.precision}: give --tolerance 0")
         self.config = self._config()
         self.name: str = re.sub(r"[^\w.-]+", "-", self.own.name) or "model"
         macs = int(self.integration.macs(self.own.architecture))
@@ -251,7 +251,7 @@ class ExportJob:
             if plain.get("format") != "parts":
                 made_of |= self.parts.digests
         write_metadata(graph, self.config, precision=self.settings.precision, **plain, **made_of)
-        with self.stage(f"write {path.name} and look through it"):
+        with self.stage(f"write {path.name} and check it"):
             onnx.save(graph, path)
             written = onnx.load(path)
             self.passed(*checks.structure(written, OPSET), checks.privacy(written))

@@ -62,7 +62,7 @@ def pictures(config: Config, folder: Path, given: str | None, seed: int = 0) -> 
 def needed(found: Pictures | None) -> Pictures:
     if found is None:
         raise UsageError(
-            "int8 needs images to calibrate on and this bundle brings none: give some with --calibration FOLDER"
+            "int8 needs images to calibrate on and this bundle has none: give some with --calibration FOLDER"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Anderson acceleration: to the resting point of `x' = f(x)` in few evaluations, each image for itself.
+"""Anderson acceleration: to the equilibrium of `x' = f(x)` in few evaluations, each image for itself.
 
 Plain arithmetic on arrays whose first axis is the images: numpy arrays, torch tensors and values of a graph under
 construction alike. Like a solver's, a step is stateless: what it knows of the steps before is passed in and handed

@@ -43,7 +43,7 @@ def find(source: str | os.PathLike[str] | None = None) -> Path:
     path = Path(text)
     if path.exists():
         if path.is_dir() and not (path / CONFIG).is_file():
-            raise UserError(f"{path} is no bundle: it has no {CONFIG}")
+            raise UserError(f"{path} is not a bundle: it has no {CONFIG}")
         if path.is_file() and path.suffix != ".onnx":
             raise UserError(f"{path} is neither a bundle folder nor an .onnx file")
         return path
@@ -66,7 +66,7 @@ def read_config(folder: Path) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(f"{folder} is no bundle: it has no {CONFIG}") from None
+        raise UserError(f"{folder} is not a bundle: it has no {CONFIG}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not UTF-8 text") from None
     return Config.from_json(text, str(path))

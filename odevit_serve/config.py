@@ -22,7 +22,7 @@ MODEL_TYPE = "ode_vit"  # by which transformers knows the model, see train/hf.py
 
 ATTENTIONS = ("dot", "l2")
 STEMS = ("patch", "convolutions", "deep")
-LARGEST = 2**24  # of any size of an architecture: products of some of them stay within what floats and arrays can hold
+LARGEST = 2**24  # of any size or number of steps: products of some of them stay within what floats and arrays can hold
 
 
 def _choice(value: str, known: typing.Iterable[str], what: str) -> None:
@@ -131,6 +131,8 @@ class Integration:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UsageError(f"steps must be at least 1, not {self.steps}")
+        if self.steps > LARGEST:
+            raise UsageError(f"steps may be at most {LARGEST:,}, not {shown(self.steps)}")
         if not (self.horizon > 0 and math.isfinite(self.horizon)):
             raise UsageError(f"horizon must be a positive number, not {self.horizon}")
         _choice(self.solver, SOLVERS, "solver")
@@ -189,6 +191,8 @@ class Preprocessing:
     def __post_init__(self) -> None:
         _choice(self.interpolation, ("nearest", "bilinear", "bicubic", "lanczos"), "interpolation")
         _choice(self.crop_mode, ("center", "squash", "border"), "crop_mode")
+        if min(self.input_size) < 1:
+            raise UsageError(f"input_size must be positive, not {shown(list(self.input_size))}")
         if len(self.mean) != self.input_size[0] or len(self.std) != self.input_size[0]:
             raise UsageError(
                 f"mean and std have {len(self.mean)} and {len(self.std)} values for {self.input_size[0]} channels"

@@ -31,7 +31,7 @@ def atomic(target: Path) -> Iterator[Path]:
         replace(scratch, target)
     except OSError as error:
         if error.errno in FULL:
-            raise UserError(f"{target} could not be written, what was there is unchanged: {error.strerror}") from error
+            raise UserError(f"{target} could not be written, an existing one is unchanged: {error.strerror}") from error
         raise
     finally:
         scratch.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def split(name: str) -> tuple[str, str | None]:
     """Repository and revision of `[hf:]NAME[@REVISION]`."""
     repository, at, revision = name.removeprefix(PREFIX).partition("@")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or (at and not revision):
-        raise UsageError(f"{name!r} is no name on the Hub: write {PREFIX}OWNER/MODEL or {PREFIX}OWNER/MODEL@REVISION")
+        raise UsageError(f"{name!r} is not a Hub name: write {PREFIX}OWNER/MODEL or {PREFIX}OWNER/MODEL@REVISION")
     return repository, revision or None
 
 

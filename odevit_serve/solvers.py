@@ -68,7 +68,7 @@ def rk4(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
 
 
 def anderson(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
-    """Anderson acceleration with a window of one earlier state: to the resting point, not along time.
+    """Anderson acceleration with a window of one earlier state: to the equilibrium, not along time.
 
     The first step is Euler's. `anderson.py` has windows of any length.
     """
@@ -81,7 +81,7 @@ def anderson(f: Field, x: Value, h: Value, memory: Memory | None) -> Result:
 @dataclass(frozen=True)
 class Solver:
     step: Callable[[Field, Value, Value, Memory | None], Result]
-    order: int  # of convergence to the flow; 0: it does not follow time, but goes for the resting point
+    order: int  # of convergence to the flow; 0: it does not follow time, but looks for the equilibrium
     evaluations: int  # of the field in one step
     remembers: int = 0  # values: 1, the velocity; 2, and the state
     estimates: bool = False  # the size of its steps can follow an error estimate, see `step_size`
@@ -142,7 +142,7 @@ def advance(
 ) -> tuple[Value, Value, list[Value]]:
     """One step of `x' = G(x) + F(x)` with `fields = (G, F)`: next state, velocity, what to remember.
 
-    `memory` is what the step before handed back; `known` is 0 for images in it that have made none.
+    `memory` is what the step before handed back; `known` is 0 for images in it that have not taken a step.
     """
     attention, mlp = fields
     step, each = SOLVERS[solver].step, SOLVERS[solver].remembers

@@ -73,12 +73,13 @@ QUOTED = [
                         "against {runtime.host_loop.2 threads.unrolled_ms:.1f})"),
     ("docs/runtime.md", "| {runtime.adaptive.images_per_second.adaptive:.0f} against "
                         "{runtime.adaptive.images_per_second.full depth:.0f} images/s"),
-    ("docs/runtime.md", "{runtime.adaptive.ratio:.2f}x by the median of neighbours"),
-    ("docs/runtime.md", "| {runtime.adaptive.mean_steps:.2f} of {runtime.adaptive.full_steps:d} steps, which promises "
-                        "{runtime.adaptive.promised_by_steps:.2f}x; **{runtime.adaptive.of_promise:.2f} of it** "
+    ("docs/runtime.md", "{runtime.adaptive.ratio:.2f}x by the median of neighbouring measurements"),
+    ("docs/runtime.md", "| {runtime.adaptive.mean_steps:.2f} of {runtime.adaptive.full_steps:d} steps, so "
+                        "{runtime.adaptive.promised_by_steps:.2f}x would be expected; "
+                        "**{runtime.adaptive.of_promise:.2f} of it** "
                         "({runtime.adaptive.of_promise_quartiles.0:.2f} to "
                         "{runtime.adaptive.of_promise_quartiles.1:.2f}"),
-    ("docs/runtime.md", "| {runtime.adaptive.promised_by_multiply_adds:.2f}x promised"),
+    ("docs/runtime.md", "| {runtime.adaptive.promised_by_multiply_adds:.2f}x expected"),
     ("docs/runtime.md", "| {runtime.against_vit.model_images_per_second:.0f} against "
                         "{runtime.against_vit.vit_images_per_second:.0f} images/s: {runtime.against_vit.ratio:.1f}x"),
     ("docs/runtime.md", "| {runtime.cold.predict_seconds:.2f} s against {runtime.cold.import_torch_seconds:.2f} s: "

@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     target = tmp_path / "weights"
     target.write_bytes(b"old")
     done = subprocess.run([sys.executable, "-c", FILL, str(target)], capture_output=True, text=True)
-    assert "could not be written, what was there is unchanged" in done.stdout
+    assert "could not be written, an existing one is unchanged" in done.stdout
     assert done.stdout.count("\n") == 1
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["weights"]

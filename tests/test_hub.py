@@ -105,10 +105,10 @@ def test_what_is_not_there(hub: Hub, tiny_bundle: Path, picture: Path, tmp_path:
     for words, code, message in (
         (["predict", picture, "-m", "hf:someone/mine@v9"], 1, "someone/mine on the Hub has no revision 'v9'"),
         (["predict", picture, "-m", "hf:someone/else"], 1, "the Hub has no model 'someone/else'"),
-        (["predict", picture, "-m", "hf:mine"], 2, "'hf:mine' is no name on the Hub: write hf:OWNER/MODEL"),
+        (["predict", picture, "-m", "hf:mine"], 2, "'hf:mine' is not a Hub name: write hf:OWNER/MODEL"),
         (["push", tiny_bundle, "someone/mine@v1"], 2, "names a revision: a push makes a new one"),
         (["push", bare, "someone/mine"], 1, "has no step.onnx: run odevit-serve export"),
-        (["push", tmp_path, "someone/mine"], 1, "is no bundle: it has no config.json"),
+        (["push", tmp_path, "someone/mine"], 1, "is not a bundle: it has no config.json"),
     ):
         done = run(hub, tmp_path / "home", *words)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
@@ -184,5 +184,5 @@ def test_names() -> None:
     assert split("hf:a/b") == split("a/b") == ("a/b", None)
     assert split("hf:a/b-c.d@refs") == ("a/b-c.d", "refs")
     for wrong in ("hf:a", "hf:a/b/c", "hf:a/b@", "hf:", "hf:a b/c"):
-        with pytest.raises(UsageError, match="is no name on the Hub"):
+        with pytest.raises(UsageError, match="is not a Hub name"):
             split(wrong)

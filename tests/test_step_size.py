@@ -205,9 +205,9 @@ def test_the_masked_loop_gives_the_same(tiny_bundle: Path) -> None:
 def test_what_cannot_be_exported_is_refused(tiny_bundle: Path, tmp_path: Path) -> None:
     from odevit_serve.export import job
 
-    with pytest.raises(UsageError, match="--tolerance means nothing to the format onnx"):
+    with pytest.raises(UsageError, match="--tolerance does not apply to the format onnx"):
         job.export(str(tiny_bundle), job.Settings(tolerance=0.05, output=str(tmp_path / "a.onnx")))
-    with pytest.raises(UsageError, match="goes with --precision fp32"):
+    with pytest.raises(UsageError, match="needs --precision fp32"):
         job.export(str(tiny_bundle), job.Settings("onnx-adaptive", tolerance=0.05, precision="fp16"))
 
 

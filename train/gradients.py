@@ -192,7 +192,7 @@ def adjoint(parameters: Sequence[Tensor], steps: int, settings: Training) -> Adv
 
 
 def at_rest(parameters: Sequence[Tensor], steps: int, settings: Training, iterations: int) -> Advance:
-    """To the resting point without gradients, by the solver or by Anderson acceleration; the last step has them."""
+    """To the equilibrium without gradients, by the solver or by Anderson acceleration; the last step has them."""
     done, window = 0, EMPTY
 
     def step(
@@ -225,7 +225,7 @@ def at_rest(parameters: Sequence[Tensor], steps: int, settings: Training, iterat
 
 
 def implicit(parameters: Sequence[Tensor], steps: int, settings: Training) -> Advance:
-    """Deep equilibrium: the implicit function theorem at the resting point, `gradient_steps` iterations (8)."""
+    """Deep equilibrium: the implicit function theorem at the equilibrium, `gradient_steps` iterations (8)."""
     return at_rest(parameters, steps, settings, settings.gradient_steps or 8)
 
 

@@ -186,7 +186,7 @@ def transport(rollout: Rollout) -> Tensor:
 
 
 def steady(rollout: Rollout) -> Tensor:
-    """Squared speed of CLS in the last step: small when the end of the trajectory is a resting point."""
+    """Squared speed of CLS in the last step: small when the end of the trajectory is an equilibrium."""
     return rollout.velocities[-1][:, 0].square().mean()
 
 

@@ -150,7 +150,7 @@ def train(
         fine_tune(job)
     except KeyboardInterrupt:
         interrupted = True
-        say("interrupted: the best so far becomes the bundle (once more ends at once)")
+        say("interrupted: the best so far becomes the bundle (interrupt again to stop at once)")
     best = chosen(job.work, say)
     made = finish(best, job.folder, job.work, parts, make_graphs, wanted.epsilon, wanted.delta, say)
     return dataclasses.replace(made, interrupted=interrupted)
@@ -177,7 +177,7 @@ def chosen(work: Path, say: Say) -> ODEViT:
     """The best model; where that is the baseline, the one that was fitted on more photographs."""
     best, baseline = ODEViT.from_pretrained(work / "best"), work / "baseline"
     if (baseline / bundle.CONFIG).is_file() and bundle.read_config(baseline).metrics == best.config.metrics:
-        say("fine-tuning gave nothing better: the head is fitted on the photographs that chose it, too")
+        say("fine-tuning found nothing better: the head is fitted again, also on the photographs that chose it")
         return ODEViT.from_pretrained(baseline)
     return best
 

@@ -128,7 +128,7 @@ class Training:
     gradient: str = "backprop"  # one of GRADIENTS
     gradient_steps: int = 0  # truncated: the last so many steps; adjoint: keep the state after every so many; implicit:
     # so many iterations; 0: 4, none but the last, 8
-    anderson: int = 0  # implicit, jacobian-free: go to the resting point with a window of so many states; 0: the solver
+    anderson: int = 0  # implicit, jacobian-free: go to the equilibrium with a window of so many states; 0: the solver
     start: str = ""  # a bundle to start from: all weights but a head of other classes; see start.py
     start_epochs: int = 2  # where its stem is of another shape: epochs in which the new one learns to do the same
     warm_start: int = -1  # start psi from this block of the teacher; -1: spectral initialisation
@@ -228,7 +228,7 @@ class Recipe:
         if self.teacher.whole and self.teacher.views:
             raise UsageError("teacher.whole and teacher.views exclude each other: one remembers whole pictures")
         if self.data.unlabelled and not self.teacher.used:
-            raise UsageError("data.unlabelled: what photographs without labels show, only a teacher can say")
+            raise UsageError("data.unlabelled needs a teacher, whose answers photographs without labels are trained on")
         if self.teacher.unlabelled_size and not self.teacher.whole:
             raise UsageError("teacher.unlabelled_size shows whole photographs: it needs teacher.whole")
         for name in ("patches", "hints"):

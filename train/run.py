@@ -192,7 +192,7 @@ def follow(run: Run, student: ODEViT, teacher: Teacher, learning: Images) -> dic
     if width != shape.width:
         if not (settings.train_head and settings.train_stem):
             raise UsageError(
-                f"the teacher is {width} wide, the student {shape.width}, so that it cannot lend its stem and head: "
+                f"the teacher is {width} wide, the student {shape.width}, so its stem and head cannot be copied: "
                 "set training.train_stem and training.train_head"
             )
         if losses.patches:
@@ -255,7 +255,7 @@ def _imitate(
 ) -> None:
     settings, spec = recipe.training, student.config.preprocessing
     plan = Plan(settings.start_epochs, settings.batch_size, settings.lr, 0.0, seed=settings.seed)
-    say("the stem is of another shape than that of training.start: first it learns to do the same")
+    say("the stem has another shape than that of training.start: first it is trained to give the same output")
     pictures = PictureDataset(learning, spec, recipe.data.augment, settings.seed)
     imitate(student.patch, other.patch, machine, pictures, PictureDataset(validation, spec), plan, folder, say)
 

@@ -61,7 +61,7 @@ def _check_shapes(wanted: Architecture, given: Architecture, name: str) -> None:
         old, new = getattr(given, key), getattr(wanted, key)
         if old != new:
             raise UsageError(
-                f"training.start: {name} has {key} {old}, the recipe's model {new}, for which nothing it learned fits: "
+                f"training.start: {name} has {key} {old}, the recipe's model {new}, so its weights cannot be used: "
                 f"set architecture.{key}={old!r}"
             )
     if given.convolution not in (0, wanted.convolution):

@@ -14,7 +14,7 @@ export function readConfig(bytes) {
     const [key, value] = [1, 2].map((number) => new TextDecoder().decode(fields(entry, number).next().value));
     if (key === 'odevit_serve') return JSON.parse(value);
   }
-  throw new Error('this file is no ODE-ViT: it carries no configuration');
+  throw new Error('this file is not an ODE-ViT: it has no configuration');
 }
 
 /** The length-delimited fields of one number in a protobuf message. */
@@ -23,7 +23,7 @@ function* fields(data, wanted) {
   const number = () => {
     let value = 0, factor = 1, byte;
     do {
-      if (at >= data.length) throw new Error('this is no ONNX file, or one that was cut short');
+      if (at >= data.length) throw new Error('this is not an ONNX file, or it is truncated');
       byte = data[at++];
       value += (byte & 127) * factor;  // no shifts: they are limited to 32 bits
       factor *= 128;
@@ -38,7 +38,7 @@ function* fields(data, wanted) {
       const length = number();
       if (Math.floor(key / 8) === wanted) yield data.subarray(at, at + length);
       at += length;
-    } else throw new Error('this is no ONNX file');
+    } else throw new Error('this is not an ONNX file');
   }
 }
 

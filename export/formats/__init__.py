@@ -28,7 +28,7 @@ def check_options(entry: Format, given: Iterable[str]) -> None:
     for option in given:
         if option not in (*entry.options, *COMMON):
             takers = ", ".join(e.name for e in FORMATS.values() if option in e.options)
-            raise UsageError(f"--{option} means nothing to the format {entry.name}: it is for {takers}")
+            raise UsageError(f"--{option} does not apply to the format {entry.name}: it is for {takers}")
 
 
 def rows() -> list[dict[str, str]]:

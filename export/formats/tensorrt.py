@@ -65,9 +65,9 @@ def parse_batch(text: str) -> tuple[int, int, int]:
     try:
         low, usual, high = (int(word) for word in text.split(","))
     except ValueError:
-        raise UsageError(f"--batch wants three numbers like 1,8,64 (smallest, usual, largest), not {text!r}") from None
+        raise UsageError(f"--batch takes three numbers like 1,8,64 (smallest, usual, largest), not {text!r}") from None
     if not 1 <= low <= usual <= high:
-        raise UsageError(f"--batch wants three growing numbers of at least 1, not {text!r}")
+        raise UsageError(f"--batch takes three increasing numbers of at least 1, not {text!r}")
     return low, usual, high
 
 

@@ -309,7 +309,7 @@ def growth(
     answer = []
     for kind, sizes in calls.items():
         if len(sizes) < 2:
-            left_out.append(f"Cost over {kind}: fewer than two sizes could be had.")
+            left_out.append(f"Cost over {kind}: fewer than two sizes were available.")
             continue
         times = [statistics.median(seconds for seconds, _ in found[f"{kind} {size}"]) for size in sizes]
         each = [(size if kind == "batch" else batch) / seconds for size, seconds in zip(sizes, times)]

@@ -133,7 +133,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
     answer: dict[str, Any] = {}
     for (name, count), row in by.items():
         own = by.get(("continuous", count))
-        if name != "continuous" and own:
+        if name != "continuous" and own and row["images_per_second"]:
             answer.setdefault(str(count), {})[name] = {
                 "images_per_second": own["images_per_second"] / row["images_per_second"],
                 "p99": own["p99_ms"] / row["p99_ms"],
@@ -146,7 +146,7 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, Any]:
     own: dict[int, float] = {row["clients"]: row["images_per_second"] for row in rows if row["system"] == "in-process"}
     answer: dict[str, Any] = {}
     for row in rows:
-        if row["system"] in ("continuous", *WAYS) and row["clients"] in own:
+        if row["system"] in ("continuous", *WAYS) and own.get(row["clients"]):
             share = row["images_per_second"] / own[row["clients"]]
             answer.setdefault(str(row["clients"]), {})[row["system"]] = share
     return answer

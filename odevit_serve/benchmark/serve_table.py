@@ -42,7 +42,7 @@ def notes(result: dict[str, Any]) -> list[str]:
         if served and direct:
             over, cpu = (served[key] - direct[key] for key in ("p50_ms", "cpu_ms"))
             more = f", {over:+.1f} ms at the median" if clients == "1" else ""
-            lines.append(f"{_clients(clients)}, a request against an image in process: {cpu:+.2f} ms of CPU{more}")
+            lines.append(f"{_clients(clients)}, a request minus an image in process: {cpu:+.2f} ms of CPU{more}")
     for clients, others in result["ratios"].items():
         parts = [f"{v['images_per_second']:.2f}x `{name}` (p99 {v['p99']:.2f}x)" for name, v in others.items()]
         lines.append(f"{_clients(clients)}, images/s of this engine: {', '.join(parts)}")

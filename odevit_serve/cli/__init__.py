@@ -26,7 +26,7 @@ SPLIT = typer.Option(
     "--split",
     help="train, val, test, or validation: what training set aside; default: test, else val, else all.",
 )
-TRUST = typer.Option(False, "--trust", help="Load graphs without looking through them and without a memory bound.")
+TRUST = typer.Option(False, "--trust", help="Load graphs without checking them and without a memory bound.")
 TEACHER_WEIGHTS = typer.Option(None, "--teacher-weights", help="Safetensors file in timm's names.")
 
 EXTRAS = {  # extra -> the modules that show whether it is installed

@@ -49,7 +49,7 @@ def analyze(
     try:
         numbers, shown = analyze(study)
     except KeyboardInterrupt:
-        say("interrupted; run the same command again to go on from the last finished section")
+        say("interrupted; run the same command again to continue from the last finished section")
         raise typer.Exit(130) from None
     if not study.place.is_main_process:
         return

@@ -46,7 +46,7 @@ def model(
     teacher_weights: Path = typer.Option(
         None, "--teacher-weights", help="Safetensors file in timm's names: the teacher itself, not only its size."
     ),
-    threads: int = typer.Option(None, "--threads", min=1, help="Threads of every system. Default: one a core."),
+    threads: int = typer.Option(None, "--threads", min=1, help="Threads of every system. Default: one per core."),
     rounds: int = typer.Option(None, "--rounds", min=1, max=99, help="Default: 7, with --quick 3."),
     output: Path = typer.Option(None, "--output", "-o", metavar="FILE", help=OUTPUT),
     as_json: bool = typer.Option(False, "--json", help=AS_JSON),
@@ -88,7 +88,7 @@ def serve(
         None, "--seconds", min=0.1, max=120.0, help="Length of each measurement. Default: 4."
     ),
     rounds: int = typer.Option(None, "--rounds", min=1, max=50, help="Default: 3."),
-    threads: int = typer.Option(None, "--threads", min=1, help="Threads of onnxruntime in each. Default: one a core."),
+    threads: int = typer.Option(None, "--threads", min=1, help="Threads of onnxruntime. Default: one per core."),
     systems: str = typer.Option(
         None,
         "--systems",
@@ -156,10 +156,10 @@ def serve(
 
 @benchmark.command()
 def own(
-    data: str = typer.Argument(..., metavar="FOLDER", help="A folder for each kind, with more than goes to training."),
+    data: str = typer.Argument(..., metavar="FOLDER", help="A folder for each kind of photograph."),
     kinds: int = typer.Option(8, "--kinds", min=2, help="How many kinds are drawn."),
     photographs: int = typer.Option(55, "--photographs", min=3, help="Photographs of each kind for training."),
-    held_out: int = typer.Option(50, "--held-out", min=5, help="Most photographs of each kind to measure on."),
+    held_out: int = typer.Option(50, "--held-out", min=5, help="At most so many of each kind to measure on."),
     minutes: float = typer.Option(5.0, "--minutes", min=0.1, help="As in `train`."),
     seed: int = typer.Option(0, "--seed", min=0, help="Seed of the draw and of training."),
     start: str = typer.Option("", "--start", metavar="BUNDLE", help="As in `train`."),

@@ -35,7 +35,7 @@ def calibrate(
         None, metavar="FILE", help="In place of --data: what serve --audit-file has recorded. --limit: the newest."
     ),
     epsilon: float = typer.Option(0.01, help="Fraction of images on which the early answer may differ."),
-    delta: float = typer.Option(0.05, help="Chance that the guarantee does not hold."),
+    delta: float = typer.Option(0.05, help="Largest probability that the guarantee does not hold."),
     rule: str = typer.Option("auto", help="Exit rule to calibrate; auto: the one that needs the fewest steps."),
     steps: int = typer.Option(None, min=1, help="Prove it for this many steps, in a bundle of its own (--output)."),
     solver: str = typer.Option(None, help="Prove it for this solver, in a bundle of its own (--output)."),
@@ -47,7 +47,7 @@ def calibrate(
         "agreement", help="agreement with full depth, or accuracy (the drop of it; needs labels)."
     ),
     unsure: float = typer.Option(
-        None, metavar="ALPHA", help="Mark answers below a confidence at which at most ALPHA of the others are wrong."
+        None, metavar="ALPHA", help="Mark answers as unsure, so that at most ALPHA of the others are wrong."
     ),
     split: str = typer.Option(
         None,
@@ -77,7 +77,7 @@ def calibrate(
         raise UsageError("give either --data or --from-audit")
     fixed = (steps, solver, tolerance, rule, target) != (None, None, None, "auto", "agreement")
     if not folder.is_dir() and (from_audit is not None or fixed):
-        raise UsageError(f"{folder.name} is one graph: its rule and steps are fixed, and --data proves agreement")
+        raise UsageError(f"{folder.name} is a single file: its rule and steps are fixed, and --data proves agreement")
     if from_audit is not None:
         from ..guarantee.from_audit import calibrate_from_audit
 
@@ -141,7 +141,7 @@ def _show_confidence(known: Confidence, written: Path, as_json: bool) -> None:
         return
     from ..model_card import confidence_sentence
 
-    say("a file of fixed depth: nothing ends early in it, and there is no threshold to prove")
+    say("a file of fixed depth: no image ends early, and there is no threshold to prove")
     say(confidence_sentence(known))
     say(f"written to {written}")
     say(f"next: odevit-serve predict --model {written} PATH...")

@@ -16,7 +16,7 @@ def demo(
     port: int = typer.Option(7860, "--port", min=1, max=65535),
     share: bool = typer.Option(False, "--share", help="Ask Gradio for a public address."),
     device: str = typer.Option("cpu", "--device", help="cpu, cuda, tensorrt or auto."),
-    threads: int = typer.Option(None, "--threads", help="Threads of onnxruntime; default: one a core."),
+    threads: int = typer.Option(None, "--threads", help="Threads of onnxruntime; default: one per core."),
 ) -> None:
     """Show the model on a web page: answers, depth, attention and the trajectory of a picture."""
     require("demo")

@@ -22,7 +22,7 @@ def embed(
     max_steps: int = typer.Option(None, help="Stop after this many steps at the latest."),
     no_adaptive: bool = typer.Option(False, "--no-adaptive", help="Full depth for every picture."),
     device: str = typer.Option("cpu", help="cpu, cuda, tensorrt or auto."),
-    threads: int = typer.Option(None, min=1, help="Threads of onnxruntime. Default: one a core."),
+    threads: int = typer.Option(None, min=1, help="Threads of onnxruntime. Default: one per core."),
 ) -> None:
     """Write the CLS state of pictures at their exit, one vector a picture."""
     import warnings

@@ -39,7 +39,7 @@ def export(
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON to stdout."),
     list_all: bool = typer.Option(False, "--list", help="Show formats, their options and what they need."),
 ) -> None:
-    """Export a bundle, and prove that it is the same model before a file is left behind."""
+    """Export a bundle, and compare the file with the model in the bundle before it is kept."""
     from ..export import formats
 
     if list_all:

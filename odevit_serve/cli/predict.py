@@ -34,23 +34,23 @@ def predict(
     solver: str = typer.Option(None, help="euler, ab2, midpoint, heun, rk4 or anderson. Default: the bundle's."),
     splitting: str = typer.Option(None, help="parallel, lie or strang. Default: the bundle's."),
     tolerance: float = typer.Option(
-        None, min=0.0, help="Take several steps at once where the estimated error of CLS stays below this."
+        None, min=0.0, help="Take several steps at once where the estimated error of CLS is at most this."
     ),
     max_steps: int = typer.Option(None, help="Stop after this many steps at the latest."),
     no_adaptive: bool = typer.Option(False, "--no-adaptive", help="Full depth for every picture."),
-    attention: Path = typer.Option(None, metavar="DIR", help="Write where CLS looks, as PNGs, per head and mean."),
-    animate: bool = typer.Option(False, "--animate", help="With --attention: also a WebP of the maps as time passes."),
+    attention: Path = typer.Option(None, metavar="DIR", help="Write CLS attention maps as PNGs, per head and mean."),
+    animate: bool = typer.Option(False, "--animate", help="With --attention: also a WebP of the maps over time."),
     trace: Path = typer.Option(None, metavar="DIR", help="Write the numbers of every step, as PNG and JSON."),
     as_json: bool = typer.Option(False, "--json", help="One JSON list on stdout."),
     as_jsonl: bool = typer.Option(False, "--jsonl", help="One JSON object a line on stdout."),
     as_csv: bool = typer.Option(False, "--csv", help="CSV on stdout."),
     output: Path = typer.Option(
-        None, "--output", "-o", help="Write answers here, .jsonl or .parquet; one that was interrupted is continued."
+        None, "--output", "-o", help="Write answers here, .jsonl or .parquet; an interrupted run is continued."
     ),
     ray: bool = typer.Option(False, "--ray", help="With --output: by a pool of actors on Ray Data (extra `ray`)."),
-    actors: int = typer.Option(None, "--actors", min=1, help="With --ray: how many; default: one a CPU."),
+    actors: int = typer.Option(None, "--actors", min=1, help="With --ray: number of actors; default: one per CPU."),
     device: str = typer.Option("cpu", help="cpu, cuda, tensorrt or auto."),
-    threads: int = typer.Option(None, min=1, help="Threads of onnxruntime. Default: one a core."),
+    threads: int = typer.Option(None, min=1, help="Threads of onnxruntime. Default: one per core."),
     trust: bool = TRUST,
 ) -> None:
     """Classify pictures, each with just the depth it needs."""
@@ -59,7 +59,7 @@ def predict(
     if output is None and (ray or actors):
         raise UsageError("--ray and --actors need --output FILE, where the answers go")
     if output is not None and (as_json + as_jsonl + as_csv or attention is not None or trace is not None):
-        raise UsageError("--output writes answers alone: leave out --json, --jsonl, --csv, --attention and --trace")
+        raise UsageError("--output writes only answers: leave out --json, --jsonl, --csv, --attention and --trace")
     if animate and attention is None:
         raise UsageError("--animate needs --attention DIR, the folder it writes to")
     import warnings
@@ -221,7 +221,7 @@ class _Keeper:
     ):
         self.model, self.attention, self.trace, self.animate, self.steps = model, attention, trace, animate, steps
         if animate and not hasattr(model, "attention_steps"):
-            raise UsageError(f"{model.path} is one graph and shows no steps: --animate needs the bundle it came from")
+            raise UsageError(f"{model.path} is a single file and shows no steps: --animate needs a bundle")
         self._names: dict[str, int] = {}
         for folder in (attention, trace):
             if folder is not None:

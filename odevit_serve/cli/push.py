@@ -31,7 +31,7 @@ def push(
 
     folder = bundle.find(source)
     if not folder.is_dir():
-        raise UsageError(f"{folder} is one graph: push the bundle that it was exported from")
+        raise UsageError(f"{folder} is a single file: push the bundle it was exported from")
     with tempfile.TemporaryDirectory() as scratch:
         ready = Path(scratch) / folder.name
         _prepare(folder, ready, name, remote_code)

@@ -24,11 +24,11 @@ def serve(
         None, "--grpc-port", min=0, max=65535, help="Also listen here for the Open Inference Protocol over gRPC."
     ),
     device: str = typer.Option("cpu", "--device", help="cpu, cuda, tensorrt or auto."),
-    threads: int = typer.Option(None, "--threads", help="Threads of onnxruntime; default: one a core."),
+    threads: int = typer.Option(None, "--threads", help="Threads of onnxruntime; default: one per core."),
     trust: bool = TRUST,
     slots: int = typer.Option(32, "--slots", min=1, help="Images that advance together."),
     queue: int = typer.Option(256, "--queue", min=1, help="Images that may wait; more are refused with 429."),
-    overload: str = typer.Option("refuse", "--overload", help="refuse, or depth: spend less of it as the queue grows."),
+    overload: str = typer.Option("refuse", "--overload", help="refuse, or depth: lower it as the queue fills."),
     rules: str = typer.Option(None, "--rules", help="Exit rules that requests may name, with commas; default: all."),
     min_threshold: float = typer.Option(None, "--min-threshold", help="Smallest threshold that requests may ask for."),
     max_threshold: float = typer.Option(None, "--max-threshold", help="Largest threshold that requests may ask for."),
@@ -41,16 +41,16 @@ def serve(
     header_timeout: float = typer.Option(
         10.0, "--header-timeout", min=0.1, help="Seconds for the head of a request, and for a pause between two."
     ),
-    body_timeout: float = typer.Option(30.0, "--body-timeout", min=0.1, help="Seconds for a request to arrive."),
+    body_timeout: float = typer.Option(30.0, "--body-timeout", min=0.1, help="Seconds for a request body to arrive."),
     connections: int = typer.Option(1024, "--connections", min=1, help="Connections at once; more get 503."),
     repository: Path = typer.Option(
         None, "--repository", metavar="DIR", help="Let clients with the key load, replace and unload bundles of DIR."
     ),
     watch: bool = typer.Option(False, "--watch", help="Replace a model when its files have changed."),
     idle: float = typer.Option(
-        None, "--idle", min=0.1, help="Seconds without a request after which a model gives its memory back."
+        None, "--idle", min=0.1, help="Seconds without a request after which a model is removed from memory."
     ),
-    grace: float = typer.Option(30.0, "--grace", min=0.0, help="Seconds to finish in after SIGTERM."),
+    grace: float = typer.Option(30.0, "--grace", min=0.0, help="Seconds to finish accepted requests after SIGTERM."),
     api_key: str = typer.Option(
         None, "--api-key", envvar="ODEVIT_API_KEY", show_envvar=True, help="Key that clients must send."
     ),
@@ -59,7 +59,7 @@ def serve(
     ),
     log_format: str = typer.Option("auto", "--log", help="json, text, off, or auto: text at a terminal."),
     audit: float = typer.Option(
-        None, "--audit", metavar="RATE", help="Follow this part of the guaranteed answers to full depth: 0.02."
+        None, "--audit", metavar="RATE", help="Fraction of guaranteed answers to follow to full depth, such as 0.02."
     ),
     on_violation: str = typer.Option(
         "warn",
@@ -91,13 +91,13 @@ def serve(
     options = Options(int(max_body * 2**20), max_images, body_timeout, api_key, tuple(cors), header_timeout, grpc)
     audits = None if audit is None else AuditOptions(audit, on_violation, audit_file)
     if audit_file is not None and (len(models or []) > 1 or repository or watch):
-        raise UsageError("--audit-file records one model: it does not go with several, --repository or --watch")
+        raise UsageError("--audit-file records one model: it cannot be used with several, --repository or --watch")
     from ..bundle import DEFAULT
 
     if ray:
         require("ray")
         if repository or idle or grpc:
-            raise UsageError("--ray does not go with --repository, --idle and --grpc-port: see docs/serving.md")
+            raise UsageError("--ray cannot be used with --repository, --idle and --grpc-port: see docs/serving.md")
         from ..bundle import find
         from ..serving import ray as on_ray
         from ..serving.repository import parse

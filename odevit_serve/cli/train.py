@@ -27,7 +27,7 @@ def train(
     data: str = typer.Argument(
         None, metavar="[DATA]", help="Folder with a folder for each class, zip file, CIFAR folder, .npz, or hf:NAME."
     ),
-    minutes: float = typer.Option(None, "--minutes", min=0.1, help="Time to the finished bundle. Default: 5."),
+    minutes: float = typer.Option(None, "--minutes", min=0.1, help="Minutes until the bundle is finished. Default: 5."),
     epochs: int = typer.Option(None, "--epochs", min=0, help="Passes over the pictures, in place of minutes."),
     start: str = typer.Option(None, "--start", metavar="BUNDLE", help="Start from it. Default: the bundled model."),
     size: int = typer.Option(
@@ -46,7 +46,7 @@ def train(
     settings: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help="Any setting of the recipe."),
     output: Path = typer.Option(None, "--output", "-o", help="Run folder. Default: runs/mine; of a recipe runs/train."),
     resume: Path = typer.Option(
-        None, "--resume", metavar="RUN", help="Go on with the run in this folder; other options change what it does."
+        None, "--resume", metavar="RUN", help="Continue the run in this folder; other options change what it does."
     ),
     list_recipes: bool = typer.Option(False, "--list", help="List the shipped recipes."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Check and print what was asked as JSON; train nothing."),
@@ -54,7 +54,7 @@ def train(
     """Train on your own pictures: `train PHOTOS` starts from the bundled model and ends with a bundle to serve.
 
     With a recipe, preset, teacher or --set it trains a new model, from scratch or by following the teacher.
-    Interrupt it any time, and go on with --resume.
+    It can be interrupted at any time and continued with --resume.
     """
     from ..train.recipe import SELF_SUPERVISED, read_recipe
 
@@ -92,7 +92,7 @@ def train(
         words += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
     if resume is not None:
         if config is not None:
-            raise UsageError("--resume goes on with the recipe of the run: change parts of it with --set")
+            raise UsageError("--resume uses the recipe of the run: change parts of it with --set")
         config, output = str(resume / "recipe.json"), resume
         if not Path(config).is_file():
             raise UserError(f"{resume} holds no run to resume: it has no recipe.json")
@@ -111,7 +111,7 @@ def train(
         folder = run(recipe, output, say)
     except KeyboardInterrupt:
         if first:
-            say(f"interrupted; go on with: odevit-serve train --resume {output}")
+            say(f"interrupted; continue with: odevit-serve train --resume {output}")
         raise typer.Exit(130) from None
     if first:
         say(f"bundle: {folder}")
@@ -150,7 +150,7 @@ def own(asked: dict[str, Any], output: Path, resume: Path | None, dry_run: bool,
     try:
         made = flow.train(wanted, output, parts, say, begun, resume is not None)
     except KeyboardInterrupt:
-        say(f"interrupted; go on with: odevit-serve train --resume {output}")
+        say(f"interrupted; continue with: odevit-serve train --resume {output}")
         raise typer.Exit(130) from None
     _tell(made, time.monotonic() - begun)
     if made.interrupted:
@@ -165,7 +165,7 @@ def _tell(made: Finished, seconds: float) -> None:
     say(f"accuracy: {made.accuracy:.1%} of {made.images:,} {those} (95% interval {low:.1%} to {high:.1%})")
     pair = made.confusion
     if pair is None:
-        say("no two classes were taken for each other")
+        say("no class was confused with another")
     else:
         say(f"most often confused: {pair.one} and {pair.other}, {pair.mistakes} of {pair.images} photographs of them")
     steps = f"{made.mean_steps:.1f} steps"

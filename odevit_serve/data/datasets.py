@@ -303,7 +303,7 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR batch")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a CIFAR batch")
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)
 
 

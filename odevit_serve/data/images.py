@@ -217,9 +217,9 @@ def _from_array(array: np.ndarray, label: str, max_pixels: int) -> Image.Image:
         array = _from_floats(array, label)
     elif array.dtype != np.uint8:
         if not np.issubdtype(array.dtype, np.integer):
-            raise UserError(f"{label}: pixels of type {array.dtype} are no numbers from 0 to 255")
+            raise UserError(f"{label}: pixels of type {array.dtype} are not numbers from 0 to 255")
         if array.min() < 0 or array.max() > 255:
-            raise UserError(f"{label}: pixels reach from {array.min()} to {array.max()}, not from 0 to 255")
+            raise UserError(f"{label}: pixels range from {array.min()} to {array.max()}, not from 0 to 255")
         array = array.astype(np.uint8)
     return _convert(Image.fromarray(np.ascontiguousarray(array)), label, max_pixels)
 
@@ -229,7 +229,7 @@ def _from_floats(array: np.ndarray, label: str) -> np.ndarray:
     if not (math.isfinite(low) and math.isfinite(high)):
         raise UserError(f"{label} has NaN or infinite pixels")
     if low < 0 or high > 1:
-        raise UserError(f"{label}: pixels reach from {low:g} to {high:g}; floating-point pictures go from 0 to 1")
+        raise UserError(f"{label}: pixels range from {low:g} to {high:g}; floating-point pictures go from 0 to 1")
     return _bands(array, lambda part: np.rint(part * 255))
 
 

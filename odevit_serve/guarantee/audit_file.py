@@ -182,5 +182,5 @@ def _read(path: Path, wanted: dict[str, Any]) -> tuple[list[Audited], int]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is no recording of audits: {error}") from None
+        raise UserError(f"{path} is not an audit recording: {error}") from None
     return own, others

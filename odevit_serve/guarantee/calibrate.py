@@ -5,10 +5,10 @@ confidence 1 - delta over the draw of the calibration images, whatever distribut
 
 How it is proven: the images are split at random. On the first part everything is measured that has to be known before
 the test: the remaining travel, the limit on Lyapunov times, which rule needs the fewest steps, the thresholds to try.
-On the second part, which has had no say in any of that, the thresholds are tested from the strictest downwards: each by
+On the second part, which had no part in any of that, the thresholds are tested from the strictest downwards: each by
 the exact binomial test of "it errs on more than epsilon", stopping at the first that cannot be rejected at level delta.
-A sequence fixed beforehand keeps the chance of any false claim below delta: a false claim needs the first true
-hypothesis of the sequence to be rejected, and that happens with probability at most delta. It asks for no monotonicity.
+A sequence fixed beforehand keeps the probability of any false claim at most delta: a false claim needs the first true
+hypothesis of the sequence to be rejected, and that happens with probability at most delta. Monotonicity is not assumed.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def calibrate(
 ) -> CalibrationReport:
     """Measure, test, and write the policy with its proof into the bundle, or into a copy of it at `output`.
 
-    With `steps`, `solver` or `tolerance` the copy integrates by those, and the proof is for it: full depth is then its
-    own trajectory to the horizon. Nothing is changed without a proof.
+    With `steps`, `solver` or `tolerance` the copy integrates with those, and the proof is for it: full depth is then
+    its own trajectory to the horizon. Without a proof, nothing is changed.
     """
     check_numbers(epsilon, delta, target, len(images))
     config = bundle.read_config(folder)

@@ -111,7 +111,8 @@ def measure_confidence(
         unsure = choose_unsure(confidences(others, temperature), others.argmax(-1) == truth, grid, alpha, delta)
         if unsure is None:
             raise NoMark(
-                f"no threshold on confidence could be proven to leave at most {alpha:g} wrong among the answers that "
-                f"are not marked, with confidence {1 - delta:g}: allow more, or give more images; nothing was changed"
+                f"no threshold on the probability could be proven to leave at most {alpha:g} wrong among the answers "
+                f"that are not marked, with confidence {1 - delta:g}: allow more, or give more images; "
+                "nothing was changed"
             )
     return Confidence(temperature, int(good.sum()), before, after, unsure)

@@ -147,11 +147,13 @@ def calibrate_file(
         row.observed, row.bound, row.mean_steps, {name: share for name, share in shares.items() if share},
     )  # fmt: skip
     policy = replace(config.exit, threshold=row.threshold, calibration=proof)
-    known = None
+    known, kept = None, config.confidence
+    if kept is not None:
+        kept = replace(kept, unsure=None)  # proven for another threshold
     if labels is not None:
         fitted = runner.run(first, row.threshold).logits
         known = measure_confidence((fitted, labels[first]), (early.logits, labels[second]), unsure, delta)
-    _write(path, output or path, config.replace(exit=policy, confidence=known or config.confidence))
+    _write(path, output or path, config.replace(exit=policy, confidence=known or kept))
     accuracy = None if labels is None else float((full.index == labels[second]).mean())
     return CalibrationReport(policy, row, tuple(rows), tuple(rivals), accuracy, 0, known)
 

@@ -44,7 +44,7 @@ def choose_images(config: Config, source: str, split: str | None, limit: int | N
             used["val"] = "chose its weights"
     if split in used:
         raise UserError(
-            f"the images of {split!r} of {Path(source).name} {used[split]}, so they do not calibrate it: "
+            f"the images of {split!r} of {Path(source).name} {used[split]}, so they must not calibrate it: "
             "take --split calibration or test, or other pictures"
         )
     if split is None:
@@ -58,8 +58,8 @@ def choose_images(config: Config, source: str, split: str | None, limit: int | N
     warning = ""
     if not known and split != "test":
         warning = (
-            f"nothing says whether these {len(images):,} pictures trained this model or chose its weights: "
-            "if they did, the proof says nothing about pictures to come"
+            f"it is not known whether these {len(images):,} pictures trained this model or chose its weights: "
+            "if they did, the proof does not hold for other pictures"
         )
     if limit is not None and limit < len(images):
         images = images.subset(np.random.default_rng(seed).permutation(len(images))[:limit])

@@ -51,7 +51,7 @@ def load(source: str | os.PathLike[str] | None = None, device: str = "cpu", thre
     """A bundle by bundled name (None: the default), folder or hf:NAME."""
     path = bundle.find(source)
     if not path.is_dir():
-        raise UsageError(f"{path} is one graph and gives no state: give the bundle that it was exported from")
+        raise UsageError(f"{path} is a single file and gives no state: give the bundle it was exported from")
     return Embedder(path, bundle.read_config(path), device, threads)
 
 

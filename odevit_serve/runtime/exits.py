@@ -1,6 +1,6 @@
 """When to stop: rules that score how settled an answer is, and the five ways an image can end.
 
-A rule is a function from `Readings` to one score an image; an image exits when its score reaches the threshold. That
+A rule is a function from `Readings` to one score per image; an image exits when its score reaches the threshold. That
 one form is what calibration needs, so any rule registered here can be calibrated:
 
     @odevit_serve.rule("gap")
@@ -27,7 +27,7 @@ from .dynamics import Floats
 
 
 class ExitReason(enum.IntEnum):
-    """How an answer ended. The text is the sentence shown to the user; where a rule ended it, the rule has its own."""
+    """Why an image ended. The text is the sentence shown to the user; a rule may have its own."""
 
     sentence: str
     EARLY = 0, "stopped early: the score of the exit rule reached its threshold"
@@ -82,12 +82,12 @@ class Measured:
 
 @dataclass(eq=False)  # made at every step: freezing it would cost more than all the rest of it
 class Readings:
-    """What is known of each image after its latest step; every array has one row an image.
+    """What is known of each image after its latest step; every array has one row per image.
 
-    `step` counts the steps it has made, `position` how many steps of the grid they have covered: the same where it is
-    not given, and `step_size` is then that of the grid. `speed` and `cls_speed` belong to the start of the latest step;
-    `logits`, `margin`, `gain` (what the step added to the margin) and `exponent` (toward the nearest decision boundary)
-    to its end. At the first step `previous_logits` holds what it held before this image: mask by `step > 1`.
+    `step` counts the steps taken, `position` the steps of the grid that they cover; without `position` both are the
+    same, and `step_size` is that of the grid. `speed` and `cls_speed` belong to the start of the latest step; `logits`,
+    `margin`, `gain` (what the step added to the margin) and `exponent` (toward the nearest decision boundary) to its
+    end. At the first step `previous_logits` holds values of another image: mask it by `step > 1`.
     """
 
     step: NDArray[np.integer]
@@ -138,7 +138,7 @@ class Readings:
 
     @cached_property
     def travel(self) -> Floats:
-        """Expected distance that is left for the CLS state: the mean that calibration measured."""
+        """The distance that CLS is still expected to move: the mean that calibration measured."""
         if self.measured is None:
             return np.full(len(self.step), np.nan)
         steps = self.steps[0]
@@ -207,7 +207,7 @@ def drift(readings: Readings) -> Floats:
     exports=True,
 )
 def contraction(readings: Readings) -> Floats:
-    """Less the exponent toward the nearest decision boundary: above 0 is the contraction region."""
+    """Minus the exponent toward the nearest decision boundary: above 0 is the contraction region."""
     return -1.0 * readings.exponent
 
 
@@ -231,14 +231,14 @@ def patience(readings: Readings) -> Floats:
 
 @rule("kl")
 def kl(readings: Readings) -> Floats:
-    """Less the divergence of the last two answers, in nats (a threshold of -0.001 stops once they are that close)."""
+    """Minus the divergence of the last two answers, in nats (a threshold of -0.001 stops once they are that close)."""
     change = dynamics.divergence(readings.probabilities, dynamics.softmax(readings.previous_logits))
     return np.where(readings.step > 1, -change, -np.inf)
 
 
 @rule("latent-diff", exports=True)
 def latent_diff(readings: Readings) -> Floats:
-    """Less the distance that the state moved in the last step."""
+    """Minus the distance that the state moved in the last step."""
     return -1.0 * (readings.speed * readings.step_size)
 
 
@@ -329,7 +329,7 @@ def resolve(
 def _choose(config: Config, rule: str | None, threshold: float | None, adaptive: bool) -> Rule:
     if not adaptive:
         if rule not in (None, "fixed") or threshold is not None:
-            raise UsageError("a rule or threshold makes no sense together with no adaptive depth")
+            raise UsageError("rule and threshold need adaptive depth: leave them out, or ask for adaptive depth")
         return RULES["fixed"]
     if rule is None and threshold is None and not calibrated(config):
         find(config.exit.rule)

@@ -65,7 +65,8 @@ class FileBatch:
         inputs = [value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())]
         self._outputs = [value.name for value in session.get_outputs()]
         if "pixel_values" not in inputs or "logits" not in self._outputs:
-            raise UserError(f"{name} is no ODE-ViT: it takes {', '.join(inputs)} and gives {', '.join(self._outputs)}")
+            found = f"it takes {', '.join(inputs)} and gives {', '.join(self._outputs)}"
+            raise UserError(f"{name} is not an ODE-ViT: {found}")
         self.adaptive = "steps" in self._outputs  # images exit inside the graph
         self.least_steps = 1 if "max_steps" in inputs else config.integration.steps
         self._has_threshold = "threshold" in inputs
@@ -84,13 +85,13 @@ class FileBatch:
         """The depth of an image; what is fixed in the graph is refused."""
         name, own = self.name, self.config.integration.steps
         if options.trace or options.states:
-            raise UsageError(f"{name} is one graph: a trace needs the bundle it came from")
+            raise UsageError(f"{name} is a single file: a trace needs the bundle it came from")
         if options.attention and "cls_attention" not in self._outputs:
             raise UsageError(f"{name} was exported without attention maps: give the bundle it came from")
         given, built = (options.solver, options.splitting), self.config.integration
         if any(asked not in (None, kept) for asked, kept in zip(given, (built.solver, built.splitting))):
             raise UsageError(
-                f"{name} is one graph of {built.solver} steps: another solver needs the bundle it came from"
+                f"{name} was exported with the solver {built.solver}: another solver needs the bundle it came from"
             )
         if options.tolerance not in (None, built.tolerance):
             raise UsageError(

@@ -25,7 +25,7 @@ def read(path: Path) -> onnx.ModelProto:
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}: {bundle.remake(path.parent)}") from None
     except (DecodeError, OSError) as error:
-        raise UserError(f"{path} is no readable ONNX file: it is damaged or cut short ({error})") from None
+        raise UserError(f"{path} is not a readable ONNX file: it is damaged or truncated ({error})") from None
 
 
 def properties(model: onnx.ModelProto) -> dict[str, str]:

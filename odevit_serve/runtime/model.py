@@ -43,7 +43,7 @@ class Item:
 
 
 class Model(ABC):
-    """What `load` gives. Use it from one thread at a time."""
+    """A loaded model, as `load` gives it. Use it from one thread at a time."""
 
     def __init__(self, path: Path, config: Config):
         self.path, self.config = path, config
@@ -52,7 +52,7 @@ class Model(ABC):
 
     @property
     def guarantee(self) -> Calibration | None:
-        """What was proven about the bundle's own exit policy: epsilon, delta and the number of images."""
+        """What was proven about the bundle's own exit policy, with epsilon, delta and the number of images; or None."""
         return self.config.exit.calibration
 
     def prepare(self, image: Any, name: str | None = None, max_pixels: int = images.MAX_PIXELS) -> np.ndarray:
@@ -73,7 +73,7 @@ class Model(ABC):
     def predict(self, image: Any, *, errors: str = "raise", **asked: Any) -> Any:
         """Answer one image, or a list of them in order; options as in `stream`.
 
-        With `errors="return"` a bad input takes its place in the list as a `Failure`; otherwise the first one raises.
+        With `errors="return"` an input that cannot be answered gives a `Failure`; otherwise the first one raises.
         """
         if errors not in ("raise", "return"):
             raise UsageError(f"errors must be 'raise' or 'return', not {errors!r}")
@@ -87,14 +87,14 @@ class Model(ABC):
     def stream(
         self, sources: Iterable[Any], options: RequestOptions | None = None, /, **asked: Any
     ) -> Iterator[Result]:
-        """Answer images as they come, in order, holding only as many as are on their way.
+        """Answer any number of images, in order and as they come; only those being computed are held in memory.
 
-        Options are those of `RequestOptions`, by name or as one object: `steps` cuts the horizon into that many steps,
-        `max_steps` stops after so many of them, `rule` and `threshold` set when an image exits, `adaptive=False` takes
-        every step, `deadline_ms` ends an image after that time in the model. `trace` keeps the numbers of every step,
-        `attention` the map at the last. `solver` and `splitting` in place of the bundle's own make their graphs from
-        copies of its pieces. With a `tolerance`, each image takes several steps at once where the estimated error of
-        CLS allows that.
+        Options are those of `RequestOptions`, by name or as one object: `steps` divides the horizon into that many
+        steps, `max_steps` stops after so many of them, `rule` and `threshold` set when an image exits, `adaptive=False`
+        takes every step, `deadline_ms` ends an image after that time in the model. `trace` keeps the numbers of every
+        step, `attention` the map at the last. `solver` and `splitting` replace the bundle's own; their graphs are made
+        from copies of its pieces. With a `tolerance`, each image takes several steps at once where the estimated error
+        of CLS allows that.
         """
         wanted = RequestOptions.of(options, asked)
         other = self.integrated(wanted.solver, wanted.splitting, wanted.tolerance)
@@ -104,7 +104,7 @@ class Model(ABC):
             raise UsageError("states are given by the engine: Engine.submit(image, states=True)")
         compute = self._spare or self.compute()
         if wanted.deadline_ms is not None and not compute.anytime:
-            raise UsageError(f"{self.path.name} is one graph: a deadline needs the bundle it came from")
+            raise UsageError(f"{self.path.name} is a single file: a deadline needs the bundle it came from")
         depth, self._spare = compute.depth(wanted), None  # its own: another stream may start before this one ends
         return _in_order(self._run(Reader(sources, self.prepare), compute, depth, wanted))
 
@@ -138,7 +138,7 @@ class Model(ABC):
     def integrated(
         self, solver: str | None = None, splitting: str | None = None, tolerance: float | None = None
     ) -> Model:
-        """This model by another solver, splitting or tolerance; itself where none differs from its own."""
+        """The model with another solver, splitting or tolerance; the same object where none differs from its own."""
         return self  # a single file refuses another when it is asked for its depth
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Model(ABC):
 
     @abstractmethod
     def attention(self, image: Any, step: int | None = None, **asked: Any) -> Attention:
-        """The CLS maps of an image after `step` steps (0: before the first; None: where it exits)."""
+        """The attention maps of CLS for an image after `step` steps (0: before the first; None: where it exits)."""
 
     def _last_map(self, image: Any, asked: dict[str, Any]) -> Attention:
         result = next(self.stream([image], attention=True, **asked))
@@ -285,9 +285,9 @@ def load(
     threads: int | None = None,
     trust: bool = False,
 ) -> BundleModel | FileModel:
-    """A model by bundled name (None: the default), bundle folder, exported .onnx file or Hub name.
+    """Load a model by bundled name (None: the default), bundle folder, exported .onnx file or Hub name.
 
-    Without `trust`, graphs that reach beyond themselves are refused and their memory is bounded (`runtime.trust`).
+    Without `trust`, graphs that refer to other data or code are refused and their memory is bounded (`runtime.trust`).
     """
     path = bundle.find(source)
     if path.is_dir():
@@ -301,10 +301,10 @@ def load_bundle(
     threads: int | None = None,
     trust: bool = False,
 ) -> BundleModel:
-    """The same for what needs the steps themselves: a single exported file is refused."""
+    """Load a bundle, for what needs separate steps: a single exported file is refused."""
     path = bundle.find(source)
     if not path.is_dir():
-        raise UserError(f"{path} is one graph and shows no steps: give the bundle that it was exported from")
+        raise UserError(f"{path} is a single file and shows no steps: give the bundle it was exported from")
     return BundleModel(path, bundle.read_config(path), device, threads, trust)
 
 

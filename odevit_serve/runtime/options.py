@@ -27,7 +27,7 @@ def _ask(default: Any, text: str, **bounds: Any) -> Any:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks for; None leaves it to the model. Fields without a description are for Python only."""
+    """What one request asks for; None means the model's own. Fields without a description are for Python only."""
 
     max_steps: int | None = _ask(None, "Stop after this many steps.", ge=1, le=MOST_STEPS)
     rule: str | None = _ask(None, "Exit rule.", max_length=64)
@@ -35,7 +35,7 @@ class RequestOptions:
     adaptive: bool = _ask(True, "false: full depth.")
     deadline_ms: float | None = _ask(
         None,
-        "Milliseconds from the arrival of the request: the best answer so far is given then.",
+        "Milliseconds from the arrival of the request after which the best answer so far is given.",
         gt=0,
         le=DAY_MS,
         allow_inf_nan=False,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Attention:
-    """Where CLS looks in the picture: one map a head and their mean, each summing to what CLS gives to patches."""
+    """Attention of CLS over the patches: one map per head and their mean; each sums to the share of the patches."""
 
     step: int
     heads: Floats  # [heads, grid, grid]

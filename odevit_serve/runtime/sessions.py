@@ -140,7 +140,7 @@ def _create(ort: Any, source: Path | bytes, providers: list[str], threads: int |
     except Exception as error:  # onnxruntime's own classes share no other base
         if providers != [CPU]:
             return _create(ort, source, [CPU], threads, bounded)
-        raise UserError(f"{name} is no readable ONNX file: {_first_line(error)}") from None
+        raise UserError(f"{name} is not a readable ONNX file: {_first_line(error)}") from None
     finally:
         ort.set_default_logger_severity(2)
 
@@ -169,7 +169,7 @@ def metadata(session: Any, path: Path) -> dict[str, str]:
     try:
         return session.get_modelmeta().custom_metadata_map  # type: ignore[no-any-return]
     except UnicodeDecodeError:
-        raise UserError(f"{path} is damaged: its metadata is no text") from None
+        raise UserError(f"{path} is damaged: its metadata is not text") from None
 
 
 def _signature(values: list[Any]) -> dict[str, list[Any]]:
@@ -279,8 +279,8 @@ class Graphs:
         for key, shape in wanted.items():
             if key not in found:
                 raise UserError(
-                    f"{self.folder / name} is no ODE-ViT {name} of this version: its {side} are {', '.join(found)}, "
-                    f"without {key}: {bundle.remake(self.folder)}"
+                    f"{self.folder / name} is not an ODE-ViT {name} of this version: its {side} are {', '.join(found)}"
+                    f", without {key}: {bundle.remake(self.folder)}"
                 )
             if any(isinstance(a, int) and a != b for a, b in zip(found[key][1:], shape)) or (
                 len(found[key]) != len(shape) + 1
@@ -311,7 +311,7 @@ def configuration(metadata: Mapping[str, str], path: Path) -> Config:
     """The configuration that an exported .onnx carries."""
     text = metadata.get(METADATA_KEY)
     if text is None:
-        raise UserError(f"{path} is no ODE-ViT exported by odevit-serve: it carries no {METADATA_KEY!r} metadata")
+        raise UserError(f"{path} is not an ODE-ViT exported by odevit-serve: it has no {METADATA_KEY!r} metadata")
     return Config.from_json(text, str(path))
 
 

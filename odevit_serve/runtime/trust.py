@@ -1,7 +1,7 @@
-"""What an ONNX file from somebody else may do: it is looked through before onnxruntime opens it.
+"""What an ONNX file from somebody else may do: it is checked before onnxruntime opens it.
 
 Refused are data outside of the file's folder, operators that are not onnxruntime's own, references to compiled code,
-and loops whose number of rounds is not a constant of the file. Memory is bounded while it runs (`bound`). What no
+and loops whose number of iterations is not a constant of the file. Memory is bounded while it runs (`bound`). What no
 check can tell, such as how long a step takes, is up to whoever passes `trust`.
 """
 
@@ -39,7 +39,7 @@ def check(path: Path) -> None:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's errors, and those of the file system
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path} is no readable ONNX file: {reason[:200]}") from None
+        raise UserError(f"{path} is not a readable ONNX file: {reason[:200]}") from None
     why = _reason(model, path)
     if why:
         raise UserError(f"{path} {why}: if you know where it comes from, pass --trust (in Python, trust=True)")
@@ -60,7 +60,7 @@ def _reason(model: onnx.ModelProto, path: Path) -> str | None:
         if node.op_type == COMPILED:
             return "refers to compiled code"
         if node.op_type == "Loop" and not 0 <= constants.get(node.input[0] if node.input else "", -1) <= MOST_ROUNDS:
-            return "has a loop without a fixed number of rounds"
+            return "has a loop without a fixed number of iterations"
     return None
 
 

@@ -283,7 +283,7 @@ class Audit:
         proof, test = self.proof, self.test
         claim = f"early answers differ from full depth on at most {proof.epsilon:.2%} of images"
         if self.state == HOLDS:
-            return f"nothing audited so far speaks against it at level {proof.delta:g}: {claim}"
+            return f"not rejected so far at level {proof.delta:g}: {claim}"
         if self.state == TIGHTENED:
             images = self.search.images if self.search else 0
             return (
@@ -291,7 +291,7 @@ class Audit:
                 f"{self.own.threshold:.4g} is proven by {images:,} audited images: {claim}"
             )
         now = {
-            "warn": "answers go on as before, without the guarantee",
+            "warn": "answers continue as before, without the guarantee",
             "full": "every image gets full depth until this is cleared",
             "tighten": "every image gets full depth until the recordings prove a threshold",
         }[self.options.on_violation]

@@ -13,7 +13,7 @@ def audit_metrics(audit: Audit) -> Iterator[Metric]:
     """Evidence is an e-value: over replicas take its mean (`avg`), never a sum of the counts."""
     found = audit.describe()
     gauges = {
-        "rejected": ("1 while the guarantee stands rejected at level delta.", float(found["state"] == REJECTED)),
+        "rejected": ("1 while the guarantee is rejected at level delta.", float(found["state"] == REJECTED)),
         "evidence": ("E-value against disagreement of at most epsilon; 1/delta rejects.", found["evidence"]),
         "rejects_at": ("Evidence that rejects: 1/delta.", found["rejects_at"]),
         "disagreement_low": (

@@ -97,7 +97,7 @@ class Engine(Generic[M]):
         self._own_steps = model.config.integration.steps
         if overload == "depth" and self.core.least_steps >= self._own_steps:
             raise UsageError(
-                f"overload 'depth' cannot be: {model.path.name} has a fixed depth of {self._own_steps} steps"
+                f"overload 'depth' is not possible: {model.path.name} has a fixed depth of {self._own_steps} steps"
             )
         self._depths: dict[RequestOptions, Depth] = {}  # what was asked for before: checking it takes a while
         own = self._depth(RequestOptions())  # limits that the model cannot keep are told now
@@ -115,7 +115,7 @@ class Engine(Generic[M]):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self, wait: bool = True) -> Engine[M]:
-        """Warm up and begin; without `wait`, in the background: `ready` says when."""
+        """Warm up and start; without `wait`, in the background, and `ready` says when it is done."""
         pending = self._pending
         with pending.lock:
             if pending.state != "new":
@@ -141,7 +141,7 @@ class Engine(Generic[M]):
 
     @property
     def alive(self) -> bool:
-        """Whether the threads are there, or have ended because they were told to."""
+        """Whether the threads are running, or have ended as asked."""
         return self.state != "failed" and (self._workers.alive or self.state in ("new", "draining", "closed"))
 
     @property
@@ -172,13 +172,13 @@ class Engine(Generic[M]):
         return len(self._pending.held)
 
     def stop_accepting(self) -> None:
-        """Refuse what comes from now on; what was accepted goes on."""
+        """Refuse new requests; those that were accepted continue."""
         self._pending.set_state("draining", of=("new", "warming", "ready"))
         if self.audit is not None:
             self.audit.stop()
 
     def close(self, grace: float = 30.0) -> bool:
-        """Finish what was accepted within `grace` seconds and fail the rest; True when nothing had to be failed."""
+        """Finish accepted requests within `grace` seconds and fail the rest; True if none had to be failed."""
         self.stop_accepting()
         pending = self._pending
         with pending.lock:
@@ -198,7 +198,7 @@ class Engine(Generic[M]):
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, image: Any, options: RequestOptions | None = None, /, **asked: Any) -> Future[Answer]:
-        """Answer a picture in any form that `load().predict` takes. Raises at once when it cannot be accepted.
+        """Answer a picture in any form that `load().predict` takes. Raises at once if it cannot be accepted.
 
         Options are those of `RequestOptions`, by name or as one object.
         """
@@ -213,7 +213,7 @@ class Engine(Generic[M]):
         arrived: float | None = None,
         **asked: Any,
     ) -> list[Future[Answer]]:
-        """The same for several: all are accepted or none. Deadlines count from `arrived`; None: from now."""
+        """`submit` for several pictures: all are accepted or none. Deadlines count from `arrived`; None: from now."""
         names = names or [images.describe(image) for image in pictures]
         requests = self._accept(list(zip(pictures, names)), RequestOptions.of(options, asked), arrived)
         for request in requests:
@@ -226,7 +226,7 @@ class Engine(Generic[M]):
     def submit_pixels(
         self, pixels: np.ndarray, options: RequestOptions | None = None, /, arrived: float | None = None, **asked: Any
     ) -> list[Future[Answer]]:
-        """The same for pixel values [B,3,H,W] that are prepared already."""
+        """`submit` for pixel values [B,3,H,W] that are already resized and normalised."""
         wanted = tuple(self.model.config.preprocessing.input_size)
         if pixels.ndim != 4 or pixels.shape[1:] != wanted:
             raise UsageError(f"pixel values of shape {list(pixels.shape)}, not {['B', *wanted]}")
@@ -251,7 +251,7 @@ class Engine(Generic[M]):
             raise Unavailable("the server is shutting down") from None
 
     def check_accepting(self) -> None:
-        """Raise what `submit` would raise now."""
+        """Raise what `submit` would raise now, if anything."""
         refusal = self._pending.refusal()
         if refusal is not None:
             self._pending.count_refused(refusal, 1)

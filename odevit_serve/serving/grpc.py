@@ -162,7 +162,7 @@ class Service:
 def _input(request: Any, most: int) -> tuple[str, Any]:
     """The name and the values of the one input."""
     if len(request.inputs) != 1:
-        raise UsageError(f"one input is to be given, not {len(request.inputs)}")
+        raise UsageError(f"give one input, not {len(request.inputs)}")
     own = request.inputs[0]
     shape = list(own.shape)
     if not shape or min(shape) < 0 or len(shape) > 8:

@@ -80,7 +80,7 @@ class _EngineCounts:
         depths = dict(stats.depths)
         taken = sum(steps * count for steps, count in depths.items())
         yield _counter("odevit_steps", "Steps that answered images have taken.", taken)
-        yield _counter("odevit_steps_saved", "Steps that full depth would have taken on top.", stats.saved)
+        yield _counter("odevit_steps_saved", "Further steps that full depth would have taken.", stats.saved)
         full = engine.model.config.integration.steps
         yield _counts("odevit_depth_steps", "Steps an image has taken.", depths, range(1, full + 1))
         sizes = {rows: count for rows, count in enumerate(stats.batches) if rows}

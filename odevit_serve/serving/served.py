@@ -190,7 +190,7 @@ class Served:
         if engine is None or engine.state != "ready" or engine.pending or time.monotonic() - self.used < idle:
             return False
         del engine
-        self.unload(f"asleep after {idle:g} s without a request", wanted=True)
+        self.unload(f"removed from memory after {idle:g} s without a request", wanted=True)
         return True
 
     def stop_accepting(self) -> None:

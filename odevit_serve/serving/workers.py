@@ -109,7 +109,7 @@ class _Worker:
             try:
                 self._turn()
             except Exception as error:  # a fault of the engine itself: the images in it are lost, the engine is not
-                log.exception("the engine stumbled")
+                log.exception("an error in the engine")
                 self._fail_active(f"the engine failed ({type(error).__name__}: {error})")
         self.turns.leave()
         self._fail_active("the server shut down before the answer was ready")

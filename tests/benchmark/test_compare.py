@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from odevit_serve import cli, load
+from odevit_serve import load
 from odevit_serve.benchmark import compare as benchmark
-from odevit_serve.benchmark import cost as benchmark_cost
 from odevit_serve.benchmark.compare import BenchmarkPlan, PassResult, System
 from odevit_serve.benchmark.table import as_markdown, cells
 from odevit_serve.guarantee.calibrate import open_images
@@ -84,27 +80,6 @@ def test_batches_cover_all_pictures() -> None:
     assert got.mean_steps == 2
 
 
-def test_a_fresh_process_is_measured(tiny_bundle: Path) -> None:
-    assert benchmark_cost.fresh(1, kind="peak")["macs_per_second"] > 1e7
-    got = benchmark_cost.fresh(1, kind="bundle", path=tiny_bundle, batch=2, shape=(3, 16, 16))
-    assert 0 < got["load_seconds"] < 60
-    assert 20 < got["peak_megabytes"] < 2000
-    with pytest.raises(cli.UserError, match="measuring graph failed"):
-        benchmark_cost.fresh(1, kind="graph", path="none.onnx", batch=1, shape=(3, 16, 16))
-
-
-def test_which_vits_it_is_compared_with() -> None:
-    from odevit_serve.benchmark.torch_rows import vits
-    from odevit_serve.config import Architecture, Config, TeacherFacts
-
-    shape, said = Architecture(width=192, heads=3), list[str]()
-    assert list(vits(Config(shape), said)) == ["timm ViT of equal width"]
-    same = vits(Config(shape, teacher=TeacherFacts("t", 12, 192, 3, 4.0)), said)
-    assert list(same) == ["timm ViT of the teacher's size"]
-    assert len(vits(Config(shape, teacher=TeacherFacts("t", 24, 192, 3, 4.0)), said)) == 2
-    assert len(said) == 2
-
-
 @pytest.mark.slow
 def test_all_rows(
     tiny_bundle: Path, data: Path, tmp_path: Path, traced_once: None, monkeypatch: pytest.MonkeyPatch
@@ -154,32 +129,3 @@ def test_all_rows(
     assert page.count("\n| this model, adaptive |") == 2
     assert "left out by --quick" in page
     json.dumps(got, allow_nan=False)
-
-
-def test_without_torch_the_rest_is_measured(tiny_bundle: Path, tmp_path: Path) -> None:
-    """As on a lean install: torch cannot be imported."""
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from odevit_serve.benchmark import compare as benchmark; import dataclasses\n"
-        "benchmark.QUICK = dataclasses.replace(benchmark.QUICK, batches=(1, 2), pictures=2, rounds=1, grown=2)\n"
-        f"sys.argv = ['odevit-serve', 'benchmark', {str(tiny_bundle)!r}, '--quick', '--threads', '1']\n"
-        "sys.argv += ['--json', '--output', 'all.json']\n"
-        "from odevit_serve.cli import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    got = json.loads(done.stdout)
-    assert json.loads((tmp_path / "all.json").read_text()) == got
-    assert {row["where"] for row in got["rows"]} == {"odevit-serve"}
-    assert any("torch is not installed" in sentence for sentence in got["left_out"])
-    assert {curve["over"] for curve in got["growth"]} == {"batch", "steps"}
-    assert str(tiny_bundle) in got["command"]
-
-
-def test_one_command_family() -> None:
-    page = CliRunner().invoke(cli.app, ["benchmark", "--help"]).output
-    assert "model" in page
-    assert "serve" in page
-    assert "--teacher-weights" in CliRunner().invoke(cli.app, ["benchmark", "model", "--help"]).output
-    assert "--clients" in CliRunner().invoke(cli.app, ["benchmark", "serve", "--help"]).output
-    assert "no model 'no-such'" in str(CliRunner().invoke(cli.app, ["benchmark", "no-such"]).exception)

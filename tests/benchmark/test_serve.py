@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from odevit_serve import bundle
-from odevit_serve.benchmark.load import Load
 from odevit_serve.benchmark.pictures import some_pictures
-from odevit_serve.benchmark.serve import SYSTEMS, WAYS, audit_cost, compare, ratios
+from odevit_serve.benchmark.serve import SYSTEMS, WAYS, audit_cost, compare, ratios, shares
 from odevit_serve.benchmark.serve_table import as_markdown
 from odevit_serve.benchmark.servers import BY_LITSERVE
 
 
-def test_the_sums() -> None:
-    load = Load(2, seconds=2.0, latencies=[0.1 * (i + 1) for i in range(100)], steps=[3, 5])
-    load.statuses.update({200: 100, 429: 3})
-    load.lost = 1
-    summary = load.summary()
-    assert summary["images_per_second"] == 50
-    assert summary["p50_ms"] == pytest.approx(5100)
-    assert summary["p99_ms"] == pytest.approx(10000)
-    assert summary["mean_depth"] == 4
-    assert summary["errors"] == 4
+def test_this_engine_against_the_others() -> None:
     rows = [
         {"system": "continuous", "clients": 8, "images_per_second": 30.0, "p99_ms": 10.0},
         {"system": "fixed", "clients": 8, "images_per_second": 15.0, "p99_ms": 40.0},
     ]
     assert ratios(rows) == {"8": {"fixed": {"images_per_second": 2.0, "p99": 0.25}}}
+    assert shares([*rows, {**rows[1], "system": "in-process"}]) == {"8": {"continuous": 2.0}}
+
+
+def test_a_system_that_answered_nothing_is_compared_with_nothing() -> None:
+    rows = [
+        {"system": "continuous", "clients": 8, "images_per_second": 30.0, "p99_ms": 10.0},
+        {"system": "in-process", "clients": 8, "images_per_second": 0.0, "p99_ms": math.nan},
+    ]
+    assert ratios(rows) == {}
+    assert shares(rows) == {}
 
 
 def test_the_cost_of_the_audit_is_that_of_neighbouring_rounds() -> None:
@@ -72,22 +71,5 @@ def test_all_are_compared(tiny_bundle: Path, tmp_path: Path) -> None:
         f"| {row['clients']} | `{row['system']}` | {row['images_per_second']:.0f} |" in text for row in result["rows"]
     )
     assert f"`many` {result['of_in_process']['32']['many']:.2f}" in text
-    assert "1 client, a request against an image in process: " in text
+    assert "1 client, a request minus an image in process: " in text
     assert {row["mean_depth"] for row in result["rows"] if row["system"] == "cnn"} <= {None}
-
-
-def test_the_cnn_has_the_size_of_a_resnet_20(tiny_bundle: Path, tmp_path: Path) -> None:
-    import onnx
-    from onnx import numpy_helper
-
-    from odevit_serve.benchmark.cnn import write
-    from odevit_serve.runtime.sessions import open_session
-
-    path = write(tmp_path / "cnn.onnx", bundle.read_config(tiny_bundle))
-    values = [numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer]
-    assert 0.26e6 < sum(v.size for v in values if v.dtype == np.float32) < 0.28e6
-    session = open_session(path, threads=1)
-    pixels = np.random.default_rng(0).normal(size=(3, 3, 16, 16)).astype(np.float32)
-    (logits,) = session.run(["logits"], {"pixel_values": pixels})
-    assert logits.shape == (3, 5)
-    assert np.ptp(logits, axis=0).min() > 0  # it looks at the pictures

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -10,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from odevit_serve import cli
-from odevit_serve.bundle import bundled
 from odevit_serve.errors import MissingExtra
 
 HEAVY = ("torch", "onnxruntime", "numpy", "PIL", "fastapi", "gradio", "transformers", "onnx")
@@ -116,19 +114,3 @@ def test_tracebacks_only_with_debug() -> None:
     assert plain.stderr.startswith("no model 'no-such-model'")
     assert len(plain.stderr.splitlines()) == 1
     assert "Traceback" in debug.stderr
-
-
-def test_info_counts_parameters_and_macs_beside_the_teachers() -> None:
-    facts = json.loads(CliRunner().invoke(cli.app, ["info", "base-cifar10", "--json"]).stdout)
-    assert facts["parameters"]["psi"] == 7_088_640
-    assert facts["teacher"]["parameters"] == 85_806_346
-    assert facts["macs"]["total"] / facts["teacher"]["macs"] == pytest.approx(2.1, abs=0.01)
-    shown = CliRunner().invoke(cli.app, ["info", "tiny"]).stdout
-    assert "450,816" in shown
-    assert "365,107,584" in shown
-
-
-def test_info_lists_presets_and_models() -> None:
-    listing = json.loads(CliRunner().invoke(cli.app, ["info", "--list", "--json"]).stdout)
-    assert listing["bundled"] == bundled()
-    assert "tiny" in listing["presets"]

@@ -118,7 +118,7 @@ def test_goes_on_past_bad_files(folder: Path, tiny_bundle: Path) -> None:
         (["--json", "--csv"], 2, "give one of"),
         (["--device", "tpu"], 2, "unknown device 'tpu'"),
         (["--device", "cuda"], 1, "device 'cuda' is not available"),
-        (["--no-adaptive", "--rule", "kl"], 2, "makes no sense"),
+        (["--no-adaptive", "--rule", "kl"], 2, "need adaptive depth"),
     ],
 )
 def test_bad_usage(folder: Path, tiny_bundle: Path, words: list[str], code: int, message: str) -> None:
@@ -132,7 +132,7 @@ def test_bad_bundles(folder: Path, tiny_bundle: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(tiny_bundle, tmp_path / "broken"))
     (broken / "step.onnx").write_bytes((broken / "step.onnx").read_bytes()[:5000])
     for model, message in (
-        (broken, "step.onnx is no readable"),
+        (broken, "step.onnx is not a readable"),
         (folder, "has no config.json"),
         ("no", "no model 'no'"),
     ):

@@ -217,7 +217,7 @@ def test_c_says_what_is_wrong(
         ([], "usage: predict [--max-steps N] MODEL.onnx PICTURE.ppm..."),
         ([exported("onnx"), pictures[0]], f"{pictures[0]}: is not a binary PPM file"),
         ([exported("onnx"), tmp_path / "none.ppm"], f"{tmp_path / 'none.ppm'}: cannot be opened"),
-        ([exported("onnx"), short], f"{short}: is cut short"),
+        ([exported("onnx"), short], f"{short}: is truncated"),
     ):
         done = subprocess.run([program, *map(str, words)], capture_output=True, text=True)
         assert (done.returncode, done.stderr.strip()) == (1, said)

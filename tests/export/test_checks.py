@@ -158,7 +158,7 @@ def test_metadata_inside_loop_bodies_is_searched_too() -> None:
 
 def test_a_file_that_does_not_load_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="the file is no readable ONNX file") as error:
+    with pytest.raises(UserError, match="the file is not a readable ONNX file") as error:
         checks.load(tmp_path / "m.onnx")
     assert str(tmp_path) not in str(error.value)
 

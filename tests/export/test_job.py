@@ -166,7 +166,7 @@ def without(path: Path, key: str = "", output: str = "") -> None:
             lambda folder: (folder / "step.onnx").unlink(),
             "model has no step.onnx: run odevit-serve export model --format parts --overwrite",
         ),
-        (lambda folder: (folder / "stem.onnx").write_bytes(b"no"), "no readable ONNX file"),
+        (lambda folder: (folder / "stem.onnx").write_bytes(b"no"), "not a readable ONNX file"),
         (
             lambda folder: tiny_model(seed=5).save_pretrained(folder),
             "stem.onnx was made from other weights than those in model.safetensors: "
@@ -327,14 +327,14 @@ def test_an_existing_file_needs_overwrite(command: Command, folder: Path) -> Non
         (["model", "--solver", "anderson", "--splitting", "lie"], 2, "the solver anderson has no sub-flows"),
         (["model", "--steps", "0"], 2, "steps must be at least 1, not 0"),
         (["model", "--horizon", "-1"], 2, "horizon must be a positive number, not -1.0"),
-        (["model", "--format", "parts", "--steps", "3"], 2, "--steps means nothing to the format parts"),
-        (["model", "--format", "onnx-adaptive", "--with-attention"], 2, "--with-attention means nothing"),
-        (["model", "--format", "triton", "--batch", "8"], 2, "--batch wants three numbers"),
+        (["model", "--format", "parts", "--steps", "3"], 2, "--steps does not apply to the format parts"),
+        (["model", "--format", "onnx-adaptive", "--with-attention"], 2, "--with-attention does not apply"),
+        (["model", "--format", "triton", "--batch", "8"], 2, "--batch takes three numbers"),
         (["model", "--max-drop", "-1"], 2, "--max-drop must be 0 or more points, not -1.0"),
         (["model", "--format", "tensorrt", "--source", "step"], 2, "unknown source 'step'"),
         (["model", "-o", "file.pt"], 2, "--output file.pt must end in .onnx"),
         (["nowhere"], 1, "no model 'nowhere'"),
-        (["empty"], 1, "empty is no bundle: it has no config.json"),
+        (["empty"], 1, "empty is not a bundle: it has no config.json"),
     ],
 )
 def test_what_a_user_can_get_wrong(command: Command, folder: Path, words: list[str], code: int, message: str) -> None:

@@ -51,7 +51,7 @@ def test_images_of_another_rule_are_not_read_and_another_name_is_no_other_model(
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [("no json\n", "is no recording of audits"), ('{"odd": 1}\n', "has no recordings for this bundle: its 1 images")],
+    [("no json\n", "is not an audit recording"), ('{"odd": 1}\n', "has no recordings for this bundle: its 1 images")],
 )
 def test_another_file_is_told(tmp_path: Path, content: str, told: str) -> None:
     (tmp_path / "a").write_text(content)

@@ -11,12 +11,9 @@ import onnx
 import pytest
 
 from odevit_serve import bundle
-from odevit_serve.config import Confidence
 from odevit_serve.data.datasets import Images
 from odevit_serve.errors import UsageError, UserError
-from odevit_serve.export import job
 from odevit_serve.guarantee import calibrate
-from odevit_serve.guarantee.of_file import calibrate_file
 from odevit_serve.guarantee.recording import Recording
 from odevit_serve.runtime import exits
 from odevit_serve.runtime.graph_files import read
@@ -198,53 +195,6 @@ def test_other_graphs_are_not_covered_by_the_proof(copy: Path, pictures: Images)
     step.metadata_props[[p.key for p in step.metadata_props].index("graph")].value = "another"
     onnx.save(step, copy / bundle.STEP)
     assert not load(copy).predict(picture).guaranteed
-
-
-def test_a_proof_for_an_exported_file(tiny_bundle: Path, pictures: Images, tmp_path: Path) -> None:
-    """Of 10 steps where the bundle has 8: what was exported carries no proof, and earns one of its own."""
-    exported, proven = tmp_path / "ten.onnx", tmp_path / "proven.onnx"
-    settings = job.Settings(format="onnx-adaptive", steps=10, output=str(exported), max_drop=100.0)
-    job.export(str(tiny_bundle), settings)
-    some = pictures.subset(np.arange(200))
-    assert not load(exported, threads=1).predict(np.asarray(some.read(0))).guaranteed
-    report = calibrate_file(exported, some, 0.05, 0.05, threads=1, output=proven)
-    model = load(proven, threads=1)
-    proof = model.guarantee
-    assert proof is not None
-    assert (proof.setting.steps, proof.images) == (10, 160)
-    assert report.chosen.bound <= 0.05
-    later = [np.asarray(pictures.read(i)) for i in range(300, 700)]
-    early, full = model.predict(later), model.predict(later, threshold=float("inf"))
-    assert all(answer.guaranteed for answer in early)
-    assert {answer.steps for answer in full} == {10}
-    assert np.mean([a.steps for a in early]) < 10
-    assert np.mean([a.index != b.index for a, b in zip(early, full, strict=True)]) <= 0.08  # 160 images prove 5%
-    assert not model.predict(later[0], threshold=report.policy.threshold + 1).guaranteed
-
-
-def test_a_file_of_fixed_depth_gets_probabilities_and_no_proof(
-    tiny_files: dict[str, Path], pictures: Images, tmp_path: Path
-) -> None:
-    path, fitted = tiny_files["onnx"], tmp_path / "fitted.onnx"
-    some = pictures.subset(range(300))
-    with pytest.raises(UsageError, match="has a fixed depth of 8 steps: nothing ends early in it, and there is no"):
-        calibrate_file(path, replace(some, labels=None), 0.05, 0.05)
-    with pytest.raises(UserError, match="at least 100 labelled images, and there are 60"):
-        calibrate_file(path, some.subset(range(60)), 0.05, 0.05)
-    before = load(path, threads=1)
-    answers = before.predict([np.asarray(some.read(i)) for i in range(300)])
-    own = replace(some, labels=np.array([answer.index for answer in answers]))  # right each time: it may be surer
-    found = calibrate_file(path, own, 0.05, 0.05, threads=1, output=fitted, unsure=0.1)
-    assert isinstance(found, Confidence)
-    assert found.temperature < 1
-    assert found.unsure is not None
-    after = load(fitted, threads=1)
-    assert after.config.confidence == found
-    assert after.config.exit == before.config.exit
-    later = after.predict(np.asarray(some.read(0)))
-    assert later.index == answers[0].index
-    assert later.probability > answers[0].probability
-    assert later.unsure in (True, False)
 
 
 @pytest.mark.parametrize("solver", ["heun", "ab2"])

@@ -96,7 +96,7 @@ def test_a_confidence_that_says_nothing_proves_nothing() -> None:
 
 def test_too_few_images_prove_nothing() -> None:
     logits, labels = drawn(60, 1.0, 4)
-    with pytest.raises(UserError, match="no threshold on confidence could be proven to leave at most"):
+    with pytest.raises(UserError, match="no threshold on the probability could be proven to leave at most"):
         confidence.measure_confidence((logits, labels), (logits, labels), 0.01, 0.05)
 
 

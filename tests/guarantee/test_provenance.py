@@ -40,5 +40,5 @@ def test_pictures_that_trained_or_chose_a_model_do_not_calibrate_it(tiny_bundle:
         choose_images(trained_on(plain, "e.npz"), str(alone), None)
     unknown = choose_images(trained_on(plain, "other.npz", calibration=0.2), str(alone), None, limit=30)
     assert len(unknown.images) == 30  # all of them may be drawn: the division is that of other pictures
-    assert "nothing says whether these 100 pictures trained this model" in unknown.warning
+    assert "it is not known whether these 100 pictures trained this model" in unknown.warning
     assert not choose_images(plain, str(both), None).warning

@@ -97,6 +97,6 @@ def test_bad_input(pictures: Path, tiny_bundle: Path, tmp_path: Path) -> None:
     assert "pip install 'odevit-serve[parquet]'" in done.stderr
     single = tmp_path / "single.onnx"
     os.link(tiny_bundle / "step.onnx", single)
-    with pytest.raises(UsageError, match="is one graph and gives no state"):
+    with pytest.raises(UsageError, match="is a single file and gives no state"):
         embeddings.load(single)
     assert isinstance(next(embeddings.load(tiny_bundle).embed([broken])), Failure)

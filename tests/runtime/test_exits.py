@@ -167,7 +167,7 @@ def test_guaranteed_only_as_calibrated() -> None:
         ({"rule": "guess"}, "unknown rule 'guess'"),
         ({"rule": "confidence"}, "needs a threshold"),
         ({"threshold": math.nan}, "threshold must be a number, not NaN"),
-        ({"adaptive": False, "rule": "kl"}, "makes no sense"),
+        ({"adaptive": False, "rule": "kl"}, "need adaptive depth"),
     ],
 )
 def test_bad_settings(settings_: dict[str, Any], words: str) -> None:

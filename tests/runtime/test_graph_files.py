@@ -44,7 +44,7 @@ def test_a_file_without_a_digest_has_that_of_its_graph(stem: onnx.ModelProto) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [(b"", "is empty"), (b"\xff" * 40, "is no readable ONNX file"), (None, "has no stem.onnx")]
+    ("content", "told"), [(b"", "is empty"), (b"\xff" * 40, "is not a readable ONNX file"), (None, "has no stem.onnx")]
 )
 def test_what_cannot_be_read(tmp_path: Path, content: bytes | None, told: str) -> None:
     if content is not None:

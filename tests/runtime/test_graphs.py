@@ -199,5 +199,5 @@ def test_what_cannot_be_cut_is_told(tiny_bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no stem\.onnx: run odevit-serve export .* --format parts --overwrite"):
         Parts.of(tmp_path, bundle.read_config(tiny_bundle))
     (tmp_path / bundle.STEM).write_bytes(b"\x08\x0a nothing of the kind")
-    with pytest.raises(UserError, match="is no readable ONNX file"):
+    with pytest.raises(UserError, match="is not a readable ONNX file"):
         Parts.of(tmp_path, bundle.read_config(tiny_bundle))

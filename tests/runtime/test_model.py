@@ -245,5 +245,5 @@ def test_metadata_that_is_no_text_is_one_sentence(tiny_bundle: Path, tmp_path: P
     whole = made.read_bytes()
     at = whole.index(b'"horizon"')
     made.write_bytes(whole[:at] + b'"\x80orizon"' + whole[at + 9 :])
-    with pytest.raises(UserError, match="is damaged: its metadata is no text"):
+    with pytest.raises(UserError, match="is damaged: its metadata is not text"):
         odevit_serve.load(made)

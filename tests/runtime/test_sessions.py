@@ -44,7 +44,7 @@ def test_missing_and_damaged_parts(copy: Path, name: str) -> None:
     use()
     whole = (copy / name).read_bytes()
     (copy / name).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=f"{name} is no readable ONNX file"):
+    with pytest.raises(UserError, match=f"{name} is not a readable ONNX file"):
         use()
     (copy / name).unlink()
     with pytest.raises(UserError, match=f"has no {name}"):
@@ -96,7 +96,7 @@ def test_an_attention_graph_that_opens_and_does_not_fit(
 
 def test_parts_that_do_not_fit(copy: Path) -> None:
     shutil.copy(copy / bundle.STEM, copy / bundle.STEP)
-    with pytest.raises(UserError, match=r"is no ODE-ViT step\.onnx of this version: its inputs are pixel_values"):
+    with pytest.raises(UserError, match=r"is not an ODE-ViT step\.onnx of this version: its inputs are pixel_values"):
         graphs(copy)
 
 
@@ -117,13 +117,13 @@ def test_no_ode_vit(tmp_path: Path) -> None:
     model = onnx.helper.make_model(graph, ir_version=9, opset_imports=[onnx.helper.make_opsetid("", 20)])
     path = tmp_path / "relu.onnx"
     onnx.save(model, path)
-    with pytest.raises(UserError, match="no ODE-ViT exported by odevit-serve"):
+    with pytest.raises(UserError, match="not an ODE-ViT exported by odevit-serve"):
         read_metadata(path)
     model.metadata_props.add(key=bundle.METADATA_KEY, value=Config().to_json())
     onnx.save(model, path)
     from odevit_serve.runtime.model import load
 
-    with pytest.raises(UserError, match="is no ODE-ViT: it takes x and gives y"):
+    with pytest.raises(UserError, match="is not an ODE-ViT: it takes x and gives y"):
         load(path)
 
 

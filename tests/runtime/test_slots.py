@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from odevit_serve import bundle
-from odevit_serve.errors import UsageError
 from odevit_serve.runtime import exits
 from odevit_serve.runtime.exits import Depth, ExitReason
 from odevit_serve.runtime.sessions import Graphs, Sessions
@@ -220,41 +219,6 @@ def test_cancel_and_clear(graphs: Graphs) -> None:
     assert [job.key for job in slots.clear()] == [0, 1, 2]
     assert slots.free == 4
     assert slots.step() == []
-
-
-def test_trace_and_states(graphs: Graphs) -> None:
-    slots, depth = Slots(graphs, 3), exits.resolve(graphs.config, adaptive=False)
-    jobs = [Job("all", depth, trace=True, keep="all"), Job("last", depth, keep="last"), Job("cls", depth, keep="cls")]
-    slots.admit(IMAGES[[0, 0, 0]], jobs)
-    ended: dict[str, Outcome] = {}
-    while slots.active:
-        ended |= {outcome.job.key: outcome for outcome in slots.step()}
-    full = ended["all"]
-    assert [s.step for s in full.trace] == list(range(1, 9))
-    assert full.trace[-1].margin == full.margin
-    assert len(full.states) == 9
-    assert np.allclose(full.states[-1], ended["last"].states[0], atol=1e-5)
-    assert np.allclose([state[0] for state in full.states], ended["cls"].states, atol=1e-5)
-    moved = np.linalg.norm(full.states[1] - full.states[0]) / depth.step_size
-    assert full.trace[0].speed == pytest.approx(moved, rel=1e-3)  # Euler: the speed is what the state moved by
-    assert math.isnan(full.trace[0].growth)
-    growth = math.log(full.trace[-1].speed / full.trace[0].speed) / (7 * depth.step_size)
-    assert full.trace[-1].growth == pytest.approx(growth)
-    assert full.trace[-1].exponent == full.exponent
-    passed = sum(depth.step_size * max(s.exponent, 0.0) for s in full.trace)
-    assert full.lyapunov_times == pytest.approx(passed)
-    assert ended["last"].trace == ()
-
-
-def test_bad_calls(graphs: Graphs) -> None:
-    slots, depth = Slots(graphs, 2), exits.resolve(graphs.config)
-    with pytest.raises(UsageError, match="3 images for 2 free slots"):
-        slots.admit(IMAGES[:3], [Job(i, depth) for i in range(3)])
-    with pytest.raises(UsageError, match="pixels of shape"):
-        slots.admit(IMAGES[:1, :, :8], [Job(0, depth)])
-    with pytest.raises(UsageError, match="capacity"):
-        Slots(graphs, 0)
-    assert slots.active == 0
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

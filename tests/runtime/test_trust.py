@@ -116,7 +116,7 @@ def test_loops_have_a_fixed_number_of_rounds(tmp_path: Path) -> None:
     start = numpy_helper.from_array(np.zeros(1, np.float32), "start")
     for name, rounds in (("x", 5), ("", 5), ("n", 10**9), ("n", -1)):
         constants = [start, numpy_helper.from_array(np.array(rounds), "n")]
-        with pytest.raises(UserError, match="fixed number of rounds"):
+        with pytest.raises(UserError, match="fixed number of iterations"):
             trust.check(save(tmp_path / "m.onnx", [loop(name)], constants))
     trust.check(save(tmp_path / "m.onnx", [loop("n")], [start, numpy_helper.from_array(np.array(8), "n")]))
 

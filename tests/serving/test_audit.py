@@ -98,7 +98,7 @@ def test_a_camera_that_changes(make: Callable[..., Engine]) -> None:
         assert quiet["state"] == "holds"
         assert quiet["tested"]["images"] == quiet["audited"] == CLEAN
         assert quiet["disagreement"]["low"] < 0.03
-        assert "nothing audited so far speaks against it" in quiet["sentence"]
+        assert "not rejected so far at level" in quiet["sentence"]
         assert 'odevit_audit_rejected{model="random"} 0.0' in client.get("/metrics").text
         for seed in range(SOON // 50):
             look(NOISE, seed)
@@ -308,5 +308,5 @@ def test_the_file_is_bounded_and_keeps_to_one_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError.__mro__[1], match="its 15 images were answered by another model"):
         audit_file.read(path, {**head, "rule": "drift"})
     path.write_text("hello\n")
-    with pytest.raises(UsageError.__mro__[1], match="is no recording of audits"):
+    with pytest.raises(UsageError.__mro__[1], match="is not an audit recording"):
         audit_file.read(path, head)

@@ -14,10 +14,9 @@ from servers import until
 
 import odevit_serve
 from odevit_serve.errors import UsageError
-from odevit_serve.runtime.compute import Compute
 from odevit_serve.runtime.exits import ExitReason
 from odevit_serve.runtime.file_batch import FileBatch
-from odevit_serve.runtime.model import FileModel, Model
+from odevit_serve.runtime.model import FileModel
 from odevit_serve.serving.engine import DeadlineExceeded, Engine, Limits
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), dtype=np.uint8)
@@ -55,15 +54,6 @@ def make(tiny_files: dict[str, Path]) -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         engine.core.gate.set()  # type: ignore[attr-defined]
         engine.close(5)
-
-
-def test_both_kinds_of_model_satisfy_the_one_interface(tiny_bundle: Path, tiny_files: dict[str, Path]) -> None:
-    members = {name for name in vars(Compute) if not name.startswith("_")}
-    assert {"capacity", "free", "active", "admit", "step", "cancel", "clear", "depth", "finish"} <= members
-    for source in (tiny_bundle, *tiny_files.values()):
-        model: Model = odevit_serve.load(source, threads=1)
-        compute: Compute = model.compute(2)
-        assert all(hasattr(compute, name) for name in members)
 
 
 def test_threshold_and_max_steps_are_passed_to_an_adaptive_file(make: Callable[..., Engine], tiny_bundle: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_baseline_that_stays_the_best_learns_from_the_photographs_that_chose_i
     run = tmp_path / "mine"
     code, said = command(photos, "--start", start, "--epochs", "0", "-o", run)
     assert code == 0, said
-    assert "fine-tuning gave nothing better: the head is fitted on the photographs that chose it, too" in said
+    assert "fine-tuning found nothing better: the head is fitted again, also on the photographs that chose it" in said
     made, best = (ODEViT.from_pretrained(folder) for folder in (run, run / "training" / "best"))
     assert torch.equal(made.psi.mlp.up.weight, best.psi.mlp.up.weight)
     assert not torch.equal(made.head.weight, best.head.weight)

@@ -350,7 +350,7 @@ def test_the_bound_stops_a_run(data: Path, teacher: Path, tmp_path: Path) -> Non
         (("DATA", "--set", "training.gradient_steps=-1"), 2, "training.gradient_steps must be at least 0, not -1"),
         (("DATA", "--teacher", "vit_tiny"), 2, "write timm:NAME or hf:NAME"),
         (("--resume", "nowhere"), 1, "nowhere holds no run to resume"),
-        (("--resume", "nowhere", "--config", "cifar10"), 2, "goes on with the recipe of the run"),
+        (("--resume", "nowhere", "--config", "cifar10"), 2, "uses the recipe of the run"),
         (("DATA", "--config", "nothing"), 1, "no recipe 'nothing': shipped are"),
         (("DATA", "--preset", "tiny", "--batch-size", "4000"), 1, "270 training images do not fill one batch of 4000"),
     ],
@@ -460,13 +460,13 @@ def test_a_start_from_a_smaller_bundle_keeps_what_it_knows(data: Path, tmp_path:
     more = ["--set", f"training.start='{bundle}'", "--set", "training.start_epochs=12", "--epochs", "1"]
     grown = ["--set", "architecture.mlp_ratio=3.0", "--set", "architecture.stem_width=16"]
     done = command("train", data, *SMALL, *stem, *more, *grown, "-o", tmp_path / "more")
-    assert "first it learns to do the same" in done.stderr
+    assert "first it is trained to give the same output" in done.stderr
     explained = [row["explained"] for row in metrics(tmp_path / "more" / "stem") if "epoch" in row]
     assert len(explained) == 12
     assert explained[0] < explained[-1]
     assert read_config(tmp_path / "more" / "bundle").architecture.stem_width == 16
     again = command("train", "--resume", tmp_path / "more", "--epochs", "2")
-    assert "first it learns" not in again.stderr
+    assert "first it is trained" not in again.stderr
     same = ["--set", f"training.start='{bundle}'", "--epochs", "0"]
     done = command("train", data, *SMALL, *stem, *same, "-o", tmp_path / "same")
     assert "nothing to learn: accuracy" in done.stderr

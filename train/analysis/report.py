@@ -115,7 +115,7 @@ def _stability(n: Numbers) -> tuple[list[str], str]:
 def _distance(n: Numbers) -> tuple[list[str], str]:
     said = [f"Student and teacher agree on {percent(n['agreement'])} of images."]
     if n["region"] is None:
-        said.append("At no distance do 95% of the images within it agree: there is no contraction region to speak of.")
+        said.append("There is no distance within which 95% of the images agree: no agreement region was found.")
     else:
         said.append(
             f"Within a distance of {n['region']:.1f} of the teacher's CLS, 95% agree; {percent(n['within_region'])} of "
@@ -174,9 +174,9 @@ def _exits(n: Numbers) -> tuple[list[str], str]:
 
 def _attention(n: Numbers) -> tuple[list[str], str]:
     first, last = n["entropy"][0], n["entropy"][-1]
-    moves = "sharpens" if last < first - 0.005 else "spreads" if last > first + 0.005 else "keeps its breadth"
+    moves = "sharpens" if last < first - 0.005 else "spreads" if last > first + 0.005 else "stays as broad"
     return [
-        f"Attention {moves} along the way: entropy goes from {first:.3f} to {last:.3f} of the largest possible."
+        f"Attention {moves} along the trajectory: entropy goes from {first:.3f} to {last:.3f} of the largest possible."
     ], ""
 
 
@@ -228,8 +228,9 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Numbers], tuple[list[str], str]]]]
     "depth": (
         "Steps and horizon",
         "The same weights integrated in fewer or more steps, and over a shorter or longer time than in training (the "
-        "red box). Flat regions are free to move in; a cliff hints that the model has learned its step size as well. "
-        "In the second figure the dotted line is the model's own number of steps, the dashed one the recommended.",
+        "red box). In flat regions steps and horizon can be changed; a sharp drop suggests that the model has learned "
+        "its step size, too. In the second figure the dotted line is the model's own number of steps, the dashed one "
+        "the recommended.",
         _depth,
     ),
     "stability": (
@@ -244,13 +245,13 @@ SECTIONS: dict[str, tuple[str, str, Callable[[Numbers], tuple[list[str], str]]]]
     "distance": (
         "Distance to the teacher",
         "Where the student's CLS ends, measured from the teacher's normalised last CLS, by who classifies the image "
-        "rightly. The dashed line is the contraction region as measured: of the images within it, 95% get the "
+        "rightly. The dashed line is the agreement region as measured: of the images within it, 95% get the "
         "teacher's answer.",
         _distance,
     ),
     "steepness": (
         "Steepness, and the error bound",
-        "Left: the largest singular value of psi's Jacobian at the states of the way, a lower estimate of its "
+        "Left: the largest singular value of psi's Jacobian at the states of the trajectory, a lower estimate of its "
         "Lipschitz constant. Right: how far the model's steps are from the solution, taken as the same trajectory at "
         "10 times the steps, and the bounds of eq. 8 and 11.",
         _steepness,

@@ -33,7 +33,7 @@ static const char *value_of(const char *json, const char *key) {
     char quoted[64];
     snprintf(quoted, sizeof quoted, "\"%s\":", key);
     const char *found = strstr(json, quoted);
-    if (found == NULL) fail("this file is no exported ODE-ViT, it does not say", key);
+    if (found == NULL) fail("this file is not an exported ODE-ViT, it lacks", key);
     found += strlen(quoted);
     return found + strspn(found, " \n");
 }
@@ -91,7 +91,7 @@ static Picture read_picture(const char *path) {
     getc(file);  // one space
     size_t size = (size_t)picture.width * picture.height * 3;
     picture.data = room(size, 1);
-    if (fread(picture.data, 1, size, file) != size) fail(path, "is cut short");
+    if (fread(picture.data, 1, size, file) != size) fail(path, "is truncated");
     fclose(file);
     return picture;
 }
@@ -199,7 +199,7 @@ int main(int count, char **words) {
     char *config;
     check(ort->SessionGetModelMetadata(session, &metadata));
     check(ort->ModelMetadataLookupCustomMetadataMap(metadata, allocator, "odevit_serve", &config));
-    if (config == NULL) fail(words[1], "carries no configuration of an exported ODE-ViT");
+    if (config == NULL) fail(words[1], "has no configuration of an exported ODE-ViT");
     const char *transform = value_of(config, "preprocessing"), *labels = value_of(config, "labels");
     double shape[3], full;
     numbers(value_of(transform, "input_size"), shape, 3);

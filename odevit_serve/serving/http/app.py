@@ -220,7 +220,7 @@ async def _predict(request: Request, query: AskedPrediction, served: Served, opt
 async def _attention(request: Request, query: AskedAttention, served: Served, options: Options) -> Response:
     asked, bodies, names = await _read(request, query, AttentionBody, served, options)
     if len(bodies) != 1:
-        raise UsageError(f"one picture for one map, not {len(bodies)}")
+        raise UsageError(f"give one picture for a map, not {len(bodies)}")
     config = served.view.model.config
     heads, full = config.architecture.heads, config.integration.steps
     if asked.head != "mean" and not 1 <= int(asked.head) <= heads:

@@ -15,7 +15,7 @@ LOCAL = ("127.0.0.1", "::1")
 def router(models: Repository, options: Options) -> APIRouter:
     routes = APIRouter(tags=["operation"])
 
-    @routes.post("/v1/audit/clear", responses={403: {"description": "Neither a key nor this machine."}})
+    @routes.post("/v1/audit/clear", responses={403: {"description": "No key, and not the server's own machine."}})
     async def clear(request: Request, model: str | None = None) -> dict[str, Any]:
         """End a rejection: the calibrated policy again, and a new test of it. With the key, or from this machine."""
         audit = models.find(model).view.audit

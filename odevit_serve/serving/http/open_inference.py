@@ -142,7 +142,7 @@ def router(models: Repository, options: Options) -> APIRouter:
     @routes.get("/models/{name}", responses=missing)  # type: ignore[arg-type]
     @routes.get("/models/{name}/versions/{version}", responses=missing)  # type: ignore[arg-type]
     async def metadata(name: str, version: str = VERSION) -> dict[str, Any]:
-        """Inputs and outputs of the model. One of the two inputs is to be given."""
+        """Inputs and outputs of the model. Give one of the two inputs."""
         return described(name, find(models, name, version).view.model.config)
 
     @routes.get("/models/{name}/ready", responses=missing)  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def router(models: Repository, options: Options) -> APIRouter:
         """Classify: `image` (encoded pictures; base64 in JSON) or `pixel_values` (prepared already)."""
         served = find(models, name, version)
         if request.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
-            raise Problem(415, "compressed bodies are not taken")
+            raise Problem(415, "compressed bodies are not supported")
         raw = await read_body(request, served)
         config = served.view.model.config
         tensors = outputs_of(config)

@@ -96,7 +96,7 @@ def test_a_mistyped_generation_proposes_the_nearest(trt: Any) -> None:
 
 @pytest.mark.parametrize("text", ["8", "1,8", "a,b,c", "8,1,64", "0,8,64"])
 def test_batches_must_be_three_growing_numbers(text: str) -> None:
-    with pytest.raises(UsageError, match="--batch wants three") as error:
+    with pytest.raises(UsageError, match="--batch takes three") as error:
         tensorrt.parse_batch(text)
     assert text in str(error.value)
 

@@ -148,7 +148,7 @@ def test_415_not_a_picture(client: httpx.Client, body: bytes) -> None:
         ({"priority": "urgent"}, "priority"),
         ({"deadline_ms": -5}, "deadline_ms"),
         ({"colour": "red"}, "colour"),
-        ({"adaptive": False, "threshold": 1}, "no adaptive depth"),
+        ({"adaptive": False, "threshold": 1}, "need adaptive depth"),
         ({"top": 0}, "top"),
     ],
 )
