@@ -21,7 +21,8 @@ from torch import Tensor
 
 from .. import costs
 from ..config import Config, Division, Preprocessing
-from ..data.datasets import Images, divide, open_splits
+from ..data.datasets import Images, open_splits
+from ..data.division import divide
 from ..data.images import prepare
 from ..errors import UserError
 from ..runtime.model import load_bundle

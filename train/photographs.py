@@ -22,7 +22,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..config import Division, Preprocessing
-from ..data.datasets import SPLITS, Images, divide, open_splits
+from ..data.datasets import SPLITS, Images, open_splits
+from ..data.division import divide
 from ..data.images import SUFFIXES, prepare
 from ..errors import UserError
 from .progress import Say, counted

@@ -29,7 +29,8 @@ from torch import nn
 
 from .. import __version__, bundle
 from ..config import Config, Preprocessing
-from ..data.datasets import Images, divide, open_splits
+from ..data.datasets import Images, open_splits
+from ..data.division import divide
 from ..errors import UsageError
 from ..files import atomic, clear
 from ..model_card import write_card

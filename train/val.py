@@ -19,7 +19,8 @@ from torchvision.transforms.v2.functional import gaussian_blur
 
 from .. import bundle
 from ..config import Config, Integration
-from ..data.datasets import Images, pick
+from ..data.datasets import Images
+from ..data.division import pick
 from ..errors import UsageError
 from ..runtime import exits
 from ..runtime.model import load

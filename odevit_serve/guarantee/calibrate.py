@@ -25,8 +25,8 @@ import numpy as np
 
 from .. import bundle
 from ..config import Calibration, Confidence, Config, Division, ExitPolicy
-from ..data import datasets as data
 from ..data.datasets import Images
+from ..data.division import pick
 from ..errors import UsageError, UserError
 from ..model_card import write_card
 from ..runtime import exits
@@ -316,8 +316,8 @@ def open_images(
     seed: int = 0,
     division: Division | None = None,
 ) -> Images:
-    """The images to calibrate on, as `datasets.pick` finds them; at most `limit` of them, drawn at random."""
-    images = data.pick(source, split, division)
+    """The images to calibrate on, as `division.pick` finds them; at most `limit` of them, drawn at random."""
+    images = pick(source, split, division)
     if limit is not None and limit < len(images):
         images = images.subset(np.random.default_rng(seed).permutation(len(images))[:limit])
     return images

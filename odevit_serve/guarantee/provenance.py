@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from ..config import Config
-from ..data import datasets
-from ..data.datasets import Images
+from ..data.datasets import Images, open_splits
+from ..data.division import pick
 from ..errors import UserError
 
 
@@ -35,7 +35,7 @@ def training_data(config: Config) -> str:
 
 def choose_images(config: Config, source: str, split: str | None, limit: int | None = None, seed: int = 0) -> Chosen:
     """The split that was set aside to calibrate, else one that had no part in training; at most `limit`, at random."""
-    division, splits = config.division, datasets.open_splits(source)
+    division, splits = config.division, open_splits(source)
     known = division is not None and training_data(config) == Path(source).name
     used: dict[str, str] = {}  # splits that had a part in training, and which
     if known and division is not None:
@@ -54,7 +54,7 @@ def choose_images(config: Config, source: str, split: str | None, limit: int | N
             split = next((name for name in ("test", "val", "train") if name in splits and name not in used), None)
         if split is None:
             raise UserError(f"all images of {Path(source).name} trained this model or chose its weights: give others")
-    images = datasets.pick(source, split, division)
+    images = pick(source, split, division)
     warning = ""
     if not known and split != "test":
         warning = (

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageFilter
 
-from odevit_serve.data import datasets
+from odevit_serve.data.datasets import Images
+from odevit_serve.data.division import pick
 from odevit_serve.runtime.model import load_bundle
 from odevit_serve.serving.audit import REJECTED, Audit, AuditOptions
 from odevit_serve.serving.engine import Engine
@@ -51,7 +52,7 @@ CAMERAS: dict[str, Change] = {
 }
 
 
-def run(engine: Engine[Any], pictures: datasets.Images, change: Change, asked: argparse.Namespace, seed: int) -> Any:
+def run(engine: Engine[Any], pictures: Images, change: Change, asked: argparse.Namespace, seed: int) -> Any:
     """Audited images from the change to the alarm (None: no alarm), and how many of those differ."""
     audit, rng = engine.audit, np.random.default_rng(seed)
     assert audit is not None
@@ -97,7 +98,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--cameras", nargs="*", default=list(CAMERAS), choices=list(CAMERAS))
     asked = parser.parse_args()
-    pictures = datasets.pick(asked.data, asked.split, None)
+    pictures = pick(asked.data, asked.split, None)
     model = load_bundle(asked.bundle)
     for name in asked.cameras:
         alarms, rates, coverage = [], [], 1.0

@@ -26,7 +26,7 @@ import onnxruntime
 
 from odevit_serve import bundle
 from odevit_serve.config import Config
-from odevit_serve.data.datasets import pick
+from odevit_serve.data.division import pick
 from odevit_serve.data.images import prepare
 from odevit_serve.export import precision
 from odevit_serve.export.formats.onnx_adaptive import adaptive_graph

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from odevit_serve.data.datasets import pick
+from odevit_serve.data.division import pick
 from odevit_serve.train.batches import PictureDataset, loader
 from odevit_serve.train.gradients import GRADIENTS
 from odevit_serve.train.model import ODEViT

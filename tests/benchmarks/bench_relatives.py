@@ -21,7 +21,8 @@ from torch import Tensor
 
 from odevit_serve import load, step_size
 from odevit_serve.anderson import EMPTY, anderson
-from odevit_serve.data.datasets import Images, pick
+from odevit_serve.data.datasets import Images
+from odevit_serve.data.division import pick
 from odevit_serve.guarantee.recording import Recording
 from odevit_serve.runtime.exits import RULES
 from odevit_serve.runtime.jobs import Job

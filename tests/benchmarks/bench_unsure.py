@@ -12,13 +12,13 @@ import argparse
 
 import numpy as np
 
-from odevit_serve.data import datasets
+from odevit_serve.data.division import pick
 from odevit_serve.runtime.model import load
 from odevit_serve.runtime.results import Prediction
 
 
 def share(model: object, source: str, limit: int, left_out: set[str]) -> str:
-    images = datasets.pick(source)
+    images = pick(source)
     rows = np.random.default_rng(0).permutation(len(images))
     if images.labels is not None:
         rows = np.array([row for row in rows if images.classes[images.labels[row]] not in left_out])

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
-from odevit_serve.config import Division
-from odevit_serve.data.datasets import CIFAR10, Images, divide, held_out, open_splits, pick, split_off
-from odevit_serve.errors import UsageError, UserError
+from odevit_serve.data.datasets import CIFAR10, held_out, open_splits
+from odevit_serve.errors import UserError
 
 
 def picture(path: Path, grey: int = 0) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (8, 6), (grey, grey, grey)).save(path)
     return path
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    for split in ("train", "val"):
-        for number, name in enumerate(("cat", "dog")):
-            for i in range(3):
-                picture(tmp_path / "set" / split / name / f"{i}.png", 10 * number + i)
-    return tmp_path / "set"
 
 
 def test_a_folder_with_splits_and_classes(folder: Path) -> None:
@@ -131,16 +118,6 @@ def test_a_pickle_with_anything_but_arrays_is_refused(tmp_path: Path) -> None:
         open_splits(tmp_path)
 
 
-def test_splitting_off_keeps_the_classes_in_proportion_and_repeats_by_seed(folder: Path) -> None:
-    train = open_splits(folder)["train"]
-    rest, taken = split_off(train, 0.34, seed=5)
-    assert len(rest) == 4
-    assert taken.labels is not None
-    assert sorted(taken.labels.tolist()) == [0, 1]
-    assert not set(rest.names) & set(taken.names)
-    assert split_off(train, 0.34, seed=5)[1].names == taken.names
-
-
 def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         open_splits(tmp_path / "none")
@@ -168,26 +145,6 @@ def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
         open_splits(tmp_path / "mixed")
 
 
-def test_validation_is_what_training_set_aside(folder: Path) -> None:
-    division = Division(0.34, 0.5, seed=3, own_validation=False)
-    rest, aside = split_off(open_splits(folder)["train"], 0.34, 3)
-    assert pick(str(folder), "validation", division).names == aside.names
-    third = pick(str(folder), "calibration", division)
-    assert third.names == split_off(rest, 0.5, 4)[1].names
-    parts = divide(open_splits(folder), division)
-    everyone = [name for part in parts.values() for name in part.names]
-    assert sorted(everyone) == sorted(open_splits(folder)["train"].names)
-    own = replace(division, own_validation=True)
-    assert pick(str(folder), "validation", own).names == open_splits(folder)["val"].names
-    with pytest.raises(UsageError, match="does not say which images"):
-        pick(str(folder), "validation")
-    np.savez(folder / "t.npz", x_test=np.zeros((4, 8, 8, 3), np.uint8), y_test=np.arange(4) % 2)
-    with pytest.raises(UserError, match="no training images, only test"):
-        pick(str(folder / "t.npz"), "validation", division)
-    with pytest.raises(UsageError, match="no split 'test', only train, val"):
-        pick(str(folder), "test")
-
-
 def test_transparent_pictures_are_seen_on_white_as_predict_sees_them(tmp_path: Path) -> None:
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "clear.png")
     assert open_splits(tmp_path)["train"].read(0).getpixel((4, 4)) == (255, 255, 255)
@@ -205,22 +162,6 @@ def test_a_class_that_is_empty_in_one_split(folder: Path) -> None:
         path.unlink()
     with pytest.raises(UserError, match=r"\(train\): class 'dog' has no images"):
         open_splits(folder)
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.floats(0.05, 0.6), st.integers(0, 9))
-def test_no_class_gives_its_last_image_and_one_of_three_gives_some(sizes: list[int], part: float, seed: int) -> None:
-    labels = np.repeat(np.arange(len(sizes)), sizes)
-    images = Images([str(i) for i in range(len(labels))], labels, tuple(map(str, range(len(sizes)))), Image.open)
-    if max(min(n - 1, max(round(part * n), int(n >= 3))) for n in sizes) == 0:
-        with pytest.raises(UserError, match="too few to split off"):
-            split_off(images, part, seed)
-        return
-    rest, taken = split_off(images, part, seed)
-    assert sorted([*rest.names, *taken.names]) == sorted(images.names)
-    left, gone = (np.bincount(images.labels[[int(n) for n in p.names]], minlength=len(sizes)) for p in (rest, taken))
-    assert (left >= 1).all()
-    assert all(gone[c] >= 1 for c, size in enumerate(sizes) if size >= 3)
-    assert all(abs(gone[c] - part * size) <= 1 for c, size in enumerate(sizes) if size >= 3)
 
 
 def test_hugging_face_datasets(tmp_path: Path) -> None:

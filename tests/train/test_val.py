@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from odevit_serve import load
-from odevit_serve.data.datasets import Images, pick
+from odevit_serve.data.datasets import Images
+from odevit_serve.data.division import pick
 from odevit_serve.errors import UsageError
 from odevit_serve.export import parts
 from odevit_serve.train.batches import Batch

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ... import __version__
-from ...data.datasets import Images, pick
+from ...data.datasets import Images
+from ...data.division import pick
 from ...files import atomic
 from ...guarantee.calibrate import match_labels
 from ..batches import Batch, Order, PictureDataset, Unreadable, collate
