@@ -176,7 +176,7 @@ BAD = {
     "no pixels": (np.zeros((0, 4, 3), np.uint8), "no pixels"),
     "zero sized": (Image.new("RGB", (0, 7)), "0 x 7"),
     "NaN tiff": (encode(Image.fromarray(np.full((4, 4), np.nan, np.float32)), "TIFF"), "NaN"),
-    "text array": (np.array([["a", "b"]]), "no numbers"),
+    "text array": (np.array([["a", "b"]]), "not numbers"),
     "kind": (3, "not int"),
 }
 
@@ -302,7 +302,7 @@ def test_transparency_in_parts_gives_the_same_pixels(mode: str, monkeypatch: pyt
 
 MEASURE = """
 import sys, numpy as np
-from odevit_serve.bundle import Preprocessing
+from odevit_serve.config import Preprocessing
 from odevit_serve.data import images
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
