@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..errors import UserError
 from ..files import atomic
+from . import checkpoint
 from .batches import Batch, PictureDataset, Unreadable, loader, set_epoch
+from .checkpoint import Progress
 from .muon import Muon
 from .progress import Say, bar, clock
 
@@ -68,20 +70,6 @@ class Plan:
     workers: int = -1
     compile: bool = False
     stop_after: int = 0  # epochs; 0: all
-
-
-@dataclass
-class Progress:
-    """Where a run stands; all of it goes into the checkpoint."""
-
-    epoch: int = 0
-    batch: int = 0  # batches done in this epoch
-    step: int = 0  # batches done in all
-    best: float = -math.inf
-    lines: int = 0  # of metrics.jsonl that belong to this state
-    sums: dict[str, float] = field(default_factory=dict)  # of the loss terms in this epoch
-    below_bound: int = 0  # epochs in a row with the losses below the bound
-    seconds: float = 0.0  # of training so far
 
 
 Watch = Callable[[Progress], None]
@@ -175,7 +163,7 @@ class Fitting:
         self.state, self.checkpoint = Progress(best=best), folder / "last.pt"
         resumed = self.checkpoint.exists()
         if resumed:
-            self.state = _restore(self.checkpoint, objective.net, self.average, self.steppers, self.rates)
+            self.state = checkpoint.restore(self.checkpoint, objective.net, self.average, self.steppers, self.rates)
             say(f"resuming at epoch {self.state.epoch + 1}, batch {self.state.batch + 1} of {self.per_epoch}")
         wrapped, self.data, *self.prepared = machine.prepare(objective, data, *self.steppers)
         self.forward = torch.compile(wrapped) if plan.compile else wrapped
@@ -194,7 +182,7 @@ class Fitting:
     def save(self) -> None:
         self.state.lines = self.metrics.lines
         if self.machine.is_main_process:
-            _save(self.checkpoint, self.state, self.objective.net, self.average, self.steppers, self.rates)
+            checkpoint.save(self.checkpoint, self.state, self.objective.net, self.average, self.steppers, self.rates)
         self.saved = time.monotonic()
 
     def epoch(self, watch: Watch | None) -> dict[str, float]:
@@ -300,39 +288,6 @@ def _weigh(terms: dict[str, Tensor], weights: dict[str, float], state: Progress)
                 "the last good checkpoint is kept: resume it with a lower learning rate"
             )
     return torch.stack([weights[name] * value for name, value in terms.items()]).sum()
-
-
-PLACE = ("last_epoch", "_step_count", "_last_lr")  # of a schedule: its length is the recipe's, which may have grown
-
-
-def _save(path: Path, state: Progress, net: nn.Module, average: Any, steppers: list[Any], rates: list[Any]) -> None:
-    contents = {
-        "progress": vars(state),
-        "net": net.state_dict(),
-        "average": average.state_dict() if average else {},
-        "optimizers": [o.state_dict() for o in steppers],
-        "schedules": [{k: r.state_dict()[k] for k in PLACE} for r in rates],
-    }
-    with atomic(path) as scratch:
-        torch.save(contents, scratch)
-
-
-def _restore(path: Path, net: nn.Module, average: Any, steppers: list[Any], rates: list[Any]) -> Progress:
-    try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-        net.load_state_dict(contents["net"])
-        if average:
-            average.load_state_dict(contents["average"])
-        for stepper, source in zip(steppers, contents["optimizers"]):
-            asked = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in stepper.param_groups]
-            stepper.load_state_dict(source)
-            for group, settings in zip(stepper.param_groups, asked):
-                group.update(settings)  # rates and decay are the recipe's, too
-        for rate, source in zip(rates, contents["schedules"]):
-            rate.load_state_dict({**rate.state_dict(), **{k: source[k] for k in PLACE}})
-        return Progress(**contents["progress"])
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} cannot be resumed from ({str(error).splitlines()[0]})") from None
 
 
 @contextmanager

@@ -37,9 +37,10 @@ from ..errors import UsageError, UserError
 from ..files import atomic
 from ..schema import build
 from .batches import PictureDataset, loader
+from .checkpoint import Progress
 from .features import balanced, class_mean, encoder, features, fit_head, refit
 from .finish import Finished, finish
-from .loop import Plan, Progress, accelerator, fit
+from .loop import Plan, accelerator, fit
 from .model import ODEViT
 from .objective import Distillation
 from .photographs import Part, largest_share, look_through, open_parts

@@ -35,9 +35,10 @@ from ..errors import UsageError
 from ..files import atomic, clear
 from ..model_card import write_card
 from .batches import PictureDataset, loader
+from .checkpoint import Progress
 from .curves import draw_curves
 from .judge import Judge
-from .loop import Plan, Progress, accelerator, fit
+from .loop import Plan, accelerator, fit
 from .losses import NEEDS_LABELS
 from .model import ODEViT, normalised
 from .objective import Distillation

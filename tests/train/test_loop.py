@@ -11,14 +11,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from odevit_serve.errors import UserError
+from odevit_serve.train.checkpoint import Progress, restore, save
 from odevit_serve.train.loop import (
     MetricsLog,
     Objective,
     Plan,
-    Progress,
     _ema,
-    _restore,
-    _save,
     _weigh,
     optimizers,
     scheduler,
@@ -66,12 +64,12 @@ def test_a_run_resumed_with_more_epochs_follows_the_longer_schedule(schedule: st
         optimizer = torch.optim.SGD(net.parameters(), peak)
         planned = scheduler(optimizer, plan, length)
         if length == 200:
-            _restore(tmp_path / "last.pt", net, None, [optimizer], [planned])
+            restore(tmp_path / "last.pt", net, None, [optimizer], [planned])
         for _ in range(60):
             optimizer.step()
             planned.step()
             seen.append(optimizer.param_groups[0]["lr"])
-        _save(tmp_path / "last.pt", Progress(), net, None, [optimizer], [planned])
+        save(tmp_path / "last.pt", Progress(), net, None, [optimizer], [planned])
     assert seen[60:] == pytest.approx(rates(schedule, 200)[61:121])
 
 

@@ -24,7 +24,7 @@ from timm.models.vision_transformer import VisionTransformer
 from odevit_serve import bundle as bundles
 from odevit_serve.bundle import read_config
 from odevit_serve.config import Preprocessing
-from odevit_serve.train import loop
+from odevit_serve.train import checkpoint
 from odevit_serve.train.batches import PictureDataset
 from odevit_serve.train.loop import accelerator
 from odevit_serve.train.model import ODEViT
@@ -226,7 +226,7 @@ def test_a_stage_that_ended_before_its_first_checkpoint_is_not_taken_for_finishe
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The moment between keeping the first bundle and writing where the run stands."""
-    run, save = tmp_path / "run", loop._save
+    run, save = tmp_path / "run", checkpoint.save
 
     def end(path: Path, *state: object) -> None:
         if (path.parent / "bundle").exists():
@@ -235,7 +235,7 @@ def test_a_stage_that_ended_before_its_first_checkpoint_is_not_taken_for_finishe
 
     stages = "stages=[{training={epochs=2},architecture={image_size=8}},{training={epochs=1,seed=1}}]"
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_save", end)
+        patched.setattr(checkpoint, "save", end)
         cut = command("train", data, *SMALL, "--set", stages, "-o", run, check=False)
     assert cut.returncode == 130
     assert (run / "stage-1" / "bundle" / "config.json").exists()
