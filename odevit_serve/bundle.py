@@ -41,6 +41,8 @@ def find(source: str | os.PathLike[str] | None = None) -> Path:
     if text in bundled():
         return MODELS / text
     path = Path(text)
+    if path.name in ("", ".."):  # a bundle is called by the name of its folder
+        path = path.resolve()
     if path.exists():
         if path.is_dir() and not (path / CONFIG).is_file():
             raise UserError(f"{path} is not a bundle: it has no {CONFIG}")

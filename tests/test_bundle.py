@@ -53,3 +53,12 @@ def test_models_are_found_by_name_folder_and_file(tmp_path: Path) -> None:
         bundle.find(tmp_path / "text.txt")
     with pytest.raises(UserError, match=r"no model 'cifar11': bundled are .*cifar10"):
         bundle.find("cifar11")
+
+
+def test_the_folder_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "inner").mkdir(parents=True)
+    bundle.write_config(tmp_path / "mine", Config())
+    monkeypatch.chdir(tmp_path / "mine")
+    assert bundle.find(".") == tmp_path / "mine"
+    monkeypatch.chdir(tmp_path / "mine" / "inner")
+    assert bundle.find("..") == tmp_path / "mine"

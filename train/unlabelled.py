@@ -1,9 +1,9 @@
-"""Photographs without labels for the recipe `photos`, added to its data:
+"""Photographs without labels, added to the zip file of a data set whose classes are ImageNet's:
 
-    python -m odevit_serve.train.unlabelled photos.zip PHOTOGRAPHS TEACHER.safetensors [--most 150] [--limit 60000]
+    python -m odevit_serve.train.unlabelled DATA.zip PHOTOGRAPHS TEACHER.safetensors [--most 150] [--limit 60000]
 
 PHOTOGRAPHS is a folder, zip or tar file of any photographs (`train2017.zip` of COCO, say), TEACHER the weights of an
-ImageNet ViT. Of each class of `photos.zip` at most so many are taken: those that the teacher is surest of. Its answers
+ImageNet ViT. Of each class of the data at most so many are taken: those that the teacher is surest of. Its answers
 only choose; what a student learns from them is asked for in training. Pictures are stored with a shorter side of 256
 pixels at most.
 """

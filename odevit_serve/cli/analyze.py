@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import typer
@@ -59,4 +60,4 @@ def analyze(
     best, own = numbers["sections"]["depth"]["recommended_steps"], study.model.config.integration.steps
     say(f"report: {report}; figures and numbers.json beside it")
     if best < own:
-        say(f"next: odevit-serve export{f' {model}' if model else ''} --steps {best}")
+        say(f"next: odevit-serve export{f' {shlex.quote(model)}' if model else ''} --steps {best}")

@@ -87,7 +87,7 @@ def train(
         "training.lr": lr,
         "training.seed": seed,
     }
-    words = [f"{key}={json.dumps(str(v) if isinstance(v, Path) else v)}" for key, v in options.items() if v is not None]
+    words = [f"{key}={_toml(value)}" for key, value in options.items() if value is not None]
     if self_supervised:
         words += [f"losses.{key}={value}" for key, value in SELF_SUPERVISED.items()]
     if resume is not None:
@@ -116,6 +116,11 @@ def train(
     if first:
         say(f"bundle: {folder}")
         say(f"next: odevit-serve export {folder} --format parts, then odevit-serve predict --model {folder} PICTURE")
+
+
+def _toml(value: Any) -> str:
+    """As --set would have it; TOML knows none of the surrogates that JSON makes of some characters."""
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)
 
 
 def _list_recipes() -> None:

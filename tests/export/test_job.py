@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from conftest import tiny_model
@@ -22,12 +19,9 @@ from PIL import Image
 from odevit_serve.bundle import METADATA_KEY, read_config, write_config
 from odevit_serve.cli import main
 from odevit_serve.config import Calibration, Config
-from odevit_serve.export import formats
 from odevit_serve.runtime.graph_builder import replace as replace_all
 from odevit_serve.runtime.model import load
 from odevit_serve.runtime.sessions import read_metadata
-
-TABLE = Path(__file__).parents[2] / "docs" / "export.md"
 
 
 @pytest.fixture
@@ -58,27 +52,6 @@ class Command:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], traced_once: None) -> Command:
     return Command(monkeypatch, capsys)
-
-
-def test_the_installed_command(folder: Path) -> None:
-    """In a process of its own: progress and summary on stderr, the report on stdout, a file that runs."""
-    words = ["export", "model", "--steps", "3", "--horizon", "2", "--output", "m.onnx", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "odevit_serve", *words], capture_output=True, text=True, cwd=folder, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["files"] == {"m.onnx": (folder / "m.onnx").stat().st_size}
-    assert (report["integration"]["steps"], report["integration"]["horizon"]) == (3, 2.0)
-    assert {check["name"] for check in report["checks"]} >= {"opset", "bytes", "private text", "ONNX checker"}
-    assert report["load_seconds"] > 0
-    lines = done.stderr.splitlines()
-    assert any(line.strip().startswith("put 3 steps together") and line.endswith(" s") for line in lines)
-    assert lines[-1] == "next: odevit-serve predict --model m.onnx image.jpg"
-    images = torch.randn(2, 3, 16, 16)
-    found = onnxruntime.InferenceSession(folder / "m.onnx").run(["logits"], {"pixel_values": images.numpy()})[0]
-    with torch.no_grad():
-        np.testing.assert_allclose(found, tiny_model()(images, steps=3, horizon=2.0), atol=1e-4)
 
 
 def test_export_then_read_is_the_identity_on_the_config(command: Command, folder: Path) -> None:
@@ -368,42 +341,3 @@ def test_predict_and_info_need_nothing_but_the_file(
             sys.exit(main())
         assert not stop.value.code
         assert any(label in capsys.readouterr().out for label in tiny_model().config.labels)
-
-
-def test_the_list_is_complete_and_needs_no_torch(command: Command) -> None:
-    code, out, _ = command("--list")
-    assert code == 0
-    assert all(f"{name}: " in out for name in formats.FORMATS)
-    rows = json.loads(command("--list", "--json")[1])
-    assert [row["format"] for row in rows] == list(formats.FORMATS)
-    probe = "import sys; from odevit_serve.export import formats; formats.rows(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("format", "module", "extra"),
-    [("parts", "onnxscript", "export"), ("triton", "tritonclient", "triton"), ("openvino", "openvino", "openvino")],
-)
-def test_a_missing_package_is_told_with_the_line_to_run(
-    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, format: str, module: str, extra: str
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
-    code, out, err = command("model", "--format", format)
-    assert (code, out) == (1, "")
-    assert f"pip install 'odevit-serve[{extra}]', or from a checkout pip install '.[{extra}]'" in err
-
-
-def test_every_option_in_the_list_is_one_of_the_command() -> None:
-    from typer.main import get_command
-
-    from odevit_serve.cli import app
-
-    known = {option for parameter in get_command(app).commands["export"].params for option in parameter.opts}  # type: ignore[attr-defined]
-    assert {f"--{option}" for entry in formats.FORMATS.values() for option in entry.options} <= known
-
-
-def test_the_documented_table_is_the_one_of_the_list() -> None:
-    text = TABLE.read_text(encoding="utf-8")
-    begin, end = "<!-- export table: begin -->\n", "<!-- export table: end -->"
-    assert text.partition(begin)[2].partition(end)[0] == formats.markdown()

@@ -337,43 +337,11 @@ def test_the_bound_stops_a_run(data: Path, teacher: Path, tmp_path: Path) -> Non
     assert len([row for row in metrics(run) if "epoch" in row]) == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ((), 2, "no data: name a folder"),
-        (("--preset", "tiny"), 2, "no data: name a folder"),
-        (("nowhere",), 1, "no such file or folder: nowhere"),
-        (("DATA", "--preset", "tiny", "--minutes", "3"), 2, "--minutes is for training on your own pictures"),
-        (("DATA", "--set", "architecture.heads=5"), 2, "width 192 is not divisible by 5 heads"),
-        (("DATA", "--set", "training.epoch=5"), 2, "did you mean 'epochs'"),
-        (("DATA", "--set", "training.gradient='adjiont'"), 2, "choose one of backprop, checkpoint, truncated, adjoint"),
-        (("DATA", "--set", "training.gradient_steps=-1"), 2, "training.gradient_steps must be at least 0, not -1"),
-        (("DATA", "--teacher", "vit_tiny"), 2, "write timm:NAME or hf:NAME"),
-        (("--resume", "nowhere"), 1, "nowhere holds no run to resume"),
-        (("--resume", "nowhere", "--config", "cifar10"), 2, "uses the recipe of the run"),
-        (("DATA", "--config", "nothing"), 1, "no recipe 'nothing': shipped are"),
-        (("DATA", "--preset", "tiny", "--batch-size", "4000"), 1, "270 training images do not fill one batch of 4000"),
-    ],
-)
-def test_bad_input_is_one_sentence(data: Path, tmp_path: Path, words: tuple[str, ...], code: int, message: str) -> None:
-    done = command("train", *(str(data) if w == "DATA" else w for w in words), "-o", tmp_path / "run", check=False)
-    assert done.returncode == code
-    assert message in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("gradient", GRADIENTS)
 def test_every_gradient_trains_in_half_precision_too(data: Path, tmp_path: Path, gradient: str) -> None:
     half = ["--set", "training.mixed_precision='bf16'", "--set", f"training.gradient={gradient!r}"]
     command("train", data, *SMALL, *half, "--epochs", "1", "-o", tmp_path / "run")
     assert (tmp_path / "run" / "bundle" / "model.safetensors").is_file()
-
-
-def test_dry_run_prints_the_recipe_and_trains_nothing(data: Path, tmp_path: Path) -> None:
-    done = command("train", data, "--preset", "tiny", "--dry-run", "--epochs", "7", "-o", tmp_path / "run")
-    assert json.loads(done.stdout)["training"]["epochs"] == 7
-    assert not (tmp_path / "run").exists()
-    assert "cifar10" in command("train", "--list").stdout
 
 
 def test_a_stem_of_convolutions_is_trained_resumed_and_started_from(data: Path, tmp_path: Path) -> None:

@@ -118,10 +118,3 @@ def test_with_a_teacher_and_without_labels(tiny_bundle: Path, tmp_path: Path) ->
     assert numbers["sections"]["depth"]["agreement_with"] == "the teacher"
     assert (tmp_path / "out" / "distance-to-teacher.png").stat().st_size > 5000
     assert not (tmp_path / "out" / "exponents-by-class.png").exists()
-
-
-def test_wrong_use(tiny_bundle: Path, data: Path, tmp_path: Path) -> None:
-    assert "no split 'val'" in str(run(tiny_bundle, "--data", data, "--split", "val").exception)
-    (tmp_path / "file").write_text("")
-    assert "is a file" in str(run(tiny_bundle, "--data", data, "-o", tmp_path / "file").exception)
-    assert "no such file" in str(run(tiny_bundle, "--data", tmp_path / "none").exception)
