@@ -22,7 +22,9 @@ def one() -> Iterator[Decoders]:
 def test_lanes_take_turns_picture_by_picture(one: Decoders) -> None:
     gate, order = threading.Event(), list[str]()
     first, second = one.lane(), one.lane()
-    first.call(gate.wait)
+    begun = one.lane().submit(gate.wait)
+    while not begun.running():  # the thread is busy before anything waits for it
+        threading.Event().wait(0.001)
     futures = [first.submit(order.append, f"a{n}") for n in range(4)]
     futures += [second.submit(order.append, f"b{n}") for n in range(2)]
     gate.set()
