@@ -136,7 +136,8 @@ def until(true: Any, seconds: float = 20.0) -> None:
 
 def nothing_left(engine: Engine) -> None:
     """No request lost, no slot or place leaked."""
-    until(lambda: not (engine.pending or engine.active or engine.waiting), 10)
+    until(lambda: not (engine.pending or engine.active or engine.waiting), 60)
+    assert not engine._pending.line
     stats = engine.stats
     assert stats.accepted == stats.answered + stats.cancelled + sum(stats.failed.values())
 

@@ -70,7 +70,7 @@ class Served:
         self._asleep: Asleep | None = None
         self._finishing: list[Engine] = []
         self._past = Counters(0)  # of engines that have ended
-        self._changing = threading.Lock()  # one change of this name at a time
+        self._changing = threading.RLock()  # one change of this name at a time
         self._counting = threading.Lock()
 
     @property
@@ -207,10 +207,10 @@ class Served:
 
     def _wake(self) -> Engine | None:
         try:
-            with self._changing:
+            with self._changing:  # held on: of several who wake it, one loads it
                 if self.engine is not None or not self.wanted:
                     return self.engine
-            self.replace()
+                self.replace()
         except UserError as error:
             raise Unavailable(f"the model {self.name!r} could not be loaded again: {error}") from None
         return self.engine

@@ -7,18 +7,16 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, wait
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import SlowSlots
+from servers import nothing_left
 
-import odevit_serve
 from odevit_serve.errors import UsageError, UserError
 from odevit_serve.runtime.exits import ExitReason
 from odevit_serve.runtime.model import BundleModel
@@ -30,54 +28,10 @@ from odevit_serve.serving.engine import (
     Limits,
     NotAPicture,
     Overloaded,
-    StepFailed,
     Unavailable,
 )
 
 LAWS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@pytest.fixture(scope="module")
-def model(tiny_bundle: Path) -> BundleModel:
-    loaded = odevit_serve.load(tiny_bundle, threads=1)
-    assert isinstance(loaded, BundleModel)
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def pictures() -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), dtype=np.uint8)
-
-
-@pytest.fixture(scope="module")
-def alone(model: BundleModel, pictures: np.ndarray) -> list[tuple[str, int]]:
-    """Each picture's answer and depth when nobody else is there."""
-    return [(p.label, p.steps) for p in (model.predict(picture) for picture in pictures)]
-
-
-@pytest.fixture
-def make(model: BundleModel) -> Iterator[Callable[..., Engine]]:
-    engines: list[Engine] = []
-
-    def build(slots: int = 4, pause: float = 0.002, start: bool = True, **options: Any) -> Engine:
-        engine = Engine(model, core=SlowSlots(model.graphs, slots, pause=pause), **options)
-        engines.append(engine)
-        return engine.start() if start else engine
-
-    yield build
-    for engine in engines:
-        engine.core.gate.set()  # type: ignore[union-attr]
-        engine.close(5)
-
-
-def settled(engine: Engine) -> None:
-    """Nothing is left behind."""
-    limit = time.monotonic() + 60
-    while (engine.pending or engine.active or engine.waiting) and time.monotonic() < limit:
-        time.sleep(0.005)
-    stats = engine.stats
-    assert (engine.pending, engine.active, engine.waiting, len(engine._pending.line)) == (0, 0, 0, 0)
-    assert stats.accepted == stats.answered + stats.cancelled + sum(stats.failed.values())
 
 
 def test_images_exit_at_different_depths(alone: list[tuple[str, int]]) -> None:
@@ -91,7 +45,7 @@ def test_submit_answers_and_says_how(make: Callable[..., Engine], pictures: np.n
     assert answer.queue_seconds > 0
     assert answer.lowered_to is None
     assert answer.to_dict()["milliseconds"].keys() == {"read", "compute", "queue"}
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_predict_is_submit_for_asyncio(make: Callable[..., Engine], pictures: np.ndarray, alone: list) -> None:
@@ -119,7 +73,7 @@ def test_an_answer_does_not_depend_on_its_batch_mates(
         time.sleep(pause / 1000)
     answers = [future.result(10).prediction for future in futures]
     assert [(a.label, a.steps) for a in answers] == [alone[index] for index, _, _ in order]
-    settled(engine)
+    nothing_left(engine)
     engine.close()
 
 
@@ -165,44 +119,9 @@ def test_nothing_is_lost_or_answered_twice_and_no_slot_leaks(
         if not future.cancelled() and future.exception() is not None:
             assert isinstance(future.exception(), UserError)
             assert str(future.exception())
-    settled(engine)
+    nothing_left(engine)
     assert engine.submit(pictures[0]).result(10)
     engine.close()
-
-
-def test_bulk_is_served_while_interactive_keeps_coming(make: Callable[..., Engine], pictures: np.ndarray) -> None:
-    engine = make(1, queue=200)
-    engine.core.gate.clear()  # type: ignore[union-attr]
-    first = engine.submit(pictures[0])
-    while not engine.active:
-        time.sleep(0.001)
-    ended: list[str] = []
-    futures = [first]
-    for i in range(20):
-        for kind in ("bulk", "interactive"):
-            future = engine.submit(pictures[i], priority=kind, max_steps=1)
-            future.add_done_callback(lambda _, k=kind: ended.append(k))
-            futures.append(future)
-    while len(engine._pending.line) < 40:
-        time.sleep(0.001)
-    engine.core.gate.set()  # type: ignore[union-attr]
-    assert not wait(futures, 20).not_done
-    assert ended[:8] == ["interactive"] * 3 + ["bulk"] + ["interactive"] * 3 + ["bulk"]
-
-
-def test_a_cancelled_request_frees_its_slot_at_the_next_step(make: Callable[..., Engine], pictures: np.ndarray) -> None:
-    engine = make(1, pause=0.02)
-    long = engine.submit(pictures[0], adaptive=False)
-    while not engine.active:
-        time.sleep(0.001)
-    assert long.cancel()
-    steps = len(engine.core.seen)  # type: ignore[union-attr]
-    assert engine.submit(pictures[1], max_steps=1).result(10)
-    assert len(engine.core.seen) - steps <= 3  # type: ignore[union-attr]  # the one under way, and not all eight
-    with pytest.raises(CancelledError):
-        long.result(0)
-    settled(engine)
-    assert engine.stats.cancelled == 1
 
 
 def test_cancelling_a_task_cancels_the_request(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -213,7 +132,7 @@ def test_cancelling_a_task_cancels_the_request(make: Callable[..., Engine], pict
             await asyncio.wait_for(engine.predict(pictures[0], adaptive=False), 0.05)
 
     asyncio.run(ask())
-    settled(engine)
+    nothing_left(engine)
     assert engine.stats.cancelled == 1
 
 
@@ -233,7 +152,7 @@ def test_a_deadline_in_the_queue_is_an_error_of_its_own(make: Callable[..., Engi
     with pytest.raises(DeadlineExceeded, match="30 ms passed before the first step"):
         engine.submit(pictures[1], deadline_ms=30).result(10)
     assert not long.done()  # it was told while the other was still on its way
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_a_full_queue_refuses_all_or_nothing_and_says_when_to_come_back(
@@ -251,7 +170,7 @@ def test_a_full_queue_refuses_all_or_nothing_and_says_when_to_come_back(
     futures.append(engine.submit(pictures[2]))
     engine.core.gate.set()  # type: ignore[union-attr]
     assert not wait([inside, *futures], 10).not_done
-    settled(engine)
+    nothing_left(engine)
     assert engine.stats.refused == {"queue full": 2}
 
 
@@ -278,50 +197,13 @@ def test_by_default_overload_never_lowers_the_depth(make: Callable[..., Engine],
     assert {f.result(20).prediction.steps for f in futures} == {8}
 
 
-def test_a_step_that_raises_fails_its_batch_and_the_engine_goes_on(
-    make: Callable[..., Engine], pictures: np.ndarray, alone: list
-) -> None:
-    engine = make(4)
-    engine.core.gate.clear()  # type: ignore[union-attr]
-    futures = engine.submit_many(pictures[:3])
-    engine.core.broken = True  # type: ignore[union-attr]
-    engine.core.gate.set()  # type: ignore[union-attr]
-    for future in futures:
-        with pytest.raises(StepFailed, match="the graph exploded"):
-            future.result(10)
-    engine.core.broken = False  # type: ignore[union-attr]
-    prediction = engine.submit(pictures[3]).result(10).prediction
-    assert (prediction.label, prediction.steps) == alone[3]
-    settled(engine)
-    assert engine.ready
-
-
-def test_a_stem_that_raises_fails_only_the_newcomers(
-    make: Callable[..., Engine], pictures: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(4, pause=0.02)
-    old = engine.submit(pictures[0], adaptive=False)
-    while not engine.active:
-        time.sleep(0.001)
-
-    def explode(*_: object) -> None:
-        raise RuntimeError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "_run_stem", explode)
-        with pytest.raises(StepFailed, match="no memory"):
-            engine.submit(pictures[1]).result(10)
-    assert old.result(10).prediction.steps == 8
-    settled(engine)
-
-
 def test_a_bad_picture_fails_alone(make: Callable[..., Engine], pictures: np.ndarray) -> None:
     engine = make()
     good, bad = engine.submit_many([pictures[0], b"GIF87a, but not really"])
     with pytest.raises(NotAPicture):
         bad.result(10)
     assert good.result(10)
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_close_finishes_what_was_accepted(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -331,7 +213,7 @@ def test_close_finishes_what_was_accepted(make: Callable[..., Engine], pictures:
     assert all(future.result(0) for future in futures)
     with pytest.raises(Unavailable, match="shutting down"):
         engine.submit(pictures[0])
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_close_fails_the_rest_when_grace_is_over(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -343,29 +225,7 @@ def test_close_fails_the_rest_when_grace_is_over(make: Callable[..., Engine], pi
     for future in futures:
         with pytest.raises(Unavailable, match="before the answer was ready"):
             future.result(0)
-    settled(engine)
-
-
-def test_ready_only_after_warm_up(make: Callable[..., Engine], pictures: np.ndarray) -> None:
-    engine = make(8, start=False)
-    engine.core.gate.clear()  # type: ignore[union-attr]
-    engine.start(wait=False)
-    assert not engine.ready
-    with pytest.raises(Unavailable, match="warming up"):
-        engine.submit(pictures[0])
-    engine.core.gate.set()  # type: ignore[union-attr]
-    with engine._pending.lock:
-        engine._pending.change.wait_for(lambda: engine.ready, 10)
-    assert engine.core.seen == [8, 4, 2, 1]  # type: ignore[union-attr]
-    assert engine.submit(pictures[0]).result(10)
-
-
-def test_a_model_that_cannot_step_is_told_at_the_start(make: Callable[..., Engine]) -> None:
-    engine = make(start=False)
-    engine.core.broken = True  # type: ignore[union-attr]
-    with pytest.raises(UserError, match="could not warm up"):
-        engine.start()
-    assert not engine.alive
+    nothing_left(engine)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +249,7 @@ def test_settings_are_held_to_the_operators_limits(
     with pytest.raises(UsageError, match=message):
         engine.submit(pictures[0], **asked)
     assert engine.submit(pictures[0], adaptive=False).result(10).prediction.steps == 6
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_requests_with_different_settings_share_a_batch(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -424,7 +284,7 @@ def test_states_trace_and_maps_for_those_who_look_closely(
         np.testing.assert_allclose(answer.attention[step].heads, model.attention(pictures[0], step).heads, atol=1e-5)
     last = engine.submit(pictures[0], attention=True).result(10)
     assert [a.step for a in last.attention] == [last.prediction.steps]
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_pixels_are_checked(make: Callable[..., Engine], model: BundleModel, pictures: np.ndarray, alone: list) -> None:
@@ -437,7 +297,7 @@ def test_pixels_are_checked(make: Callable[..., Engine], model: BundleModel, pic
     pixels[0, 0, 0, 0] = np.nan
     with pytest.raises(UsageError, match="finite"):
         engine.submit_pixels(pixels)
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_an_image_that_diverges_fails_alone(
@@ -451,7 +311,7 @@ def test_an_image_that_diverges_fails_alone(
         futures[1].result(10)
     assert futures[0].result(10)
     assert futures[2].result(10)
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_json_has_no_word_for_infinity(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -483,39 +343,7 @@ def test_many_threads_at_once(make: Callable[..., Engine], pictures: np.ndarray,
         thread.join(60)
     assert not wrong
     assert engine.stats.answered == 320
-    settled(engine)
-
-
-def test_a_cancellation_on_the_way_from_the_queue_to_a_slot_fails_nobody_else(
-    model: BundleModel, pictures: np.ndarray, alone: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    victims: list[Any] = []
-    with Engine(model, core=SlowSlots(model.graphs, 4)) as engine:
-        pending, take = engine._pending, engine._pending.take
-
-        def cancels(*arguments: Any) -> Any:
-            """One of those that were taken from the queue is cancelled before they are admitted."""
-            taken = take(*arguments)
-            for request in taken[0]:
-                if request.future in victims:
-                    assert request.future.cancel()
-            return taken
-
-        monkeypatch.setattr(pending, "take", cancels)
-        engine.core.gate.clear()  # type: ignore[attr-defined]
-        first = engine.submit(pictures[0])
-        while not engine.active:
-            time.sleep(0.001)
-        futures = engine.submit_many(pictures[1:4])
-        victims.append(futures[1])
-        while len(engine._pending.line) < 3:
-            time.sleep(0.001)
-        engine.core.gate.set()  # type: ignore[attr-defined]
-        answers = [future.result(10).prediction for future in (first, futures[0], futures[2])]
-        assert [(a.label, a.steps) for a in answers] == [alone[0], alone[1], alone[3]]
-        assert futures[1].cancelled()
-        settled(engine)
-        assert engine.stats.failed == {}
+    nothing_left(engine)
 
 
 def test_a_deadline_holds_behind_a_slow_decoder(
@@ -535,7 +363,7 @@ def test_a_deadline_holds_behind_a_slow_decoder(
     assert engine.waiting == 2  # its place is free
     release.set()
     assert all(future.result(10) for future in slow)
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_a_deadline_counts_from_arrival(make: Callable[..., Engine], pictures: np.ndarray) -> None:
@@ -545,7 +373,7 @@ def test_a_deadline_counts_from_arrival(make: Callable[..., Engine], pictures: n
         late.result(10)
     (early,) = engine.submit_many(pictures[:1], arrived=time.monotonic(), deadline_ms=20_000)
     assert early.result(10).prediction.label
-    settled(engine)
+    nothing_left(engine)
 
 
 def test_maps_do_not_wait_for_decoders(
@@ -558,65 +386,3 @@ def test_maps_do_not_wait_for_decoders(
     assert wanted.result(10).attention
     release.set()
     assert all(future.result(10) for future in slow)
-
-
-@pytest.fixture(scope="module")
-def wide(tiny_bundle: Path) -> BundleModel:
-    """The same model for three threads that compute at once."""
-    loaded = odevit_serve.load(tiny_bundle, threads=3)
-    assert isinstance(loaded, BundleModel)
-    return loaded
-
-
-def test_several_threads_share_the_slots_and_give_the_same_answers(
-    wide: BundleModel, pictures: np.ndarray, alone: list
-) -> None:
-    with Engine(wide, slots=8, queue=300) as engine:
-        assert [worker.core.capacity for worker in engine._workers.all] == [3, 3, 2]
-        assert engine.capacity == 8
-        futures = [engine.submit(pictures[i % 24], priority="bulk" if i % 3 else "interactive") for i in range(240)]
-        for i in range(0, 240, 7):
-            futures[i].cancel()
-        for i, future in enumerate(futures):
-            if not future.cancelled():
-                prediction = future.result(60).prediction
-                assert (prediction.label, prediction.steps) == alone[i % 24]
-        settled(engine)
-        assert sum(rows * count for rows, count in enumerate(engine.stats.batches)) >= engine.stats.answered
-
-
-def test_a_step_that_raises_fails_one_thread_only(
-    wide: BundleModel, pictures: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(wide, slots=6) as engine:
-        first, *others = (worker.core for worker in engine._workers.all)
-        gate = threading.Event()
-
-        def explode() -> Any:
-            raise RuntimeError("the graph exploded")
-
-        monkeypatch.setattr(first, "step", explode)
-        for core in others:
-            monkeypatch.setattr(core, "step", lambda own=core.step: gate.wait(20) and own())
-        futures = engine.submit_many(pictures[:6], adaptive=False)
-        while not any(future.done() for future in futures):
-            time.sleep(0.001)
-        gate.set()
-        failed = [future for future in futures if future.exception(20) is not None]
-        assert len(failed) >= 1
-        assert all(isinstance(future.exception(), StepFailed) for future in failed)
-        settled(engine)
-        assert engine.ready
-
-
-def test_a_thread_has_all_of_onnxruntimes_threads_only_while_it_is_alone(
-    wide: BundleModel, pictures: np.ndarray
-) -> None:
-    with Engine(wide, slots=6) as engine:
-        cores: list[Any] = [worker.core for worker in engine._workers.all]
-        narrow = {id(core._sessions[False].step) for core in cores}
-        assert len(narrow) == 1
-        assert id(wide.graphs.step) not in narrow
-        assert engine.submit(pictures[0]).result(20)
-        assert sum(core.alone for core in cores) >= 1
-        settled(engine)

@@ -57,32 +57,6 @@ def encoded(pictures: list[bytes]) -> Any:
     return given
 
 
-def test_the_messages_are_those_of_the_protocol() -> None:
-    """Field by field against the client's generated code: names, numbers, types, maps and choices."""
-    from tritonclient.grpc import service_pb2
-
-    from odevit_serve.serving.grpc_messages import TYPES
-
-    def fields(message: Any) -> dict[str, Any]:
-        return {
-            f.name: (
-                f.number,
-                f.type,
-                f.is_repeated,
-                f.message_type.full_name if f.message_type else None,
-                bool(f.message_type and f.message_type.GetOptions().map_entry),
-                f.containing_oneof.name if f.containing_oneof else None,
-            )
-            for f in message.fields
-        }
-
-    for name, kind in TYPES.items():
-        other: Any = service_pb2
-        for part in name.split("."):
-            other = getattr(other, part)
-        assert fields(kind.DESCRIPTOR) == fields(other.DESCRIPTOR), name
-
-
 def test_health_and_metadata(plain: tuple[Engine, Any]) -> None:
     _, client = plain
     assert client.is_server_live()

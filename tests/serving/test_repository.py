@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
-import gc
 import os
 import shutil
 import signal
@@ -208,24 +207,6 @@ def test_fifty_replacements_under_load(folder: Path) -> None:
         until(lambda: not models.first._finishing)
         stats = models.first.stats()
         assert stats.answered == stats.accepted == 6 * len(seen)  # counts outlive the engines that counted
-
-
-def test_a_replaced_model_is_gone_without_the_garbage_collector(folder: Path, load: Any) -> None:
-    """It comes by when many objects were made: until then, every replacement would leave a model in memory."""
-    models = Repository(load).open([f"it={folder / 'first'}"])
-    with running(models) as address, httpx.Client(base_url=address, timeout=20) as client:
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(3):
-                assert ask(client) == answers(folder / "first")
-                engine = models.first.current()
-                held = [weakref.ref(engine), weakref.ref(engine.model), weakref.ref(engine.core)]
-                del engine
-                models.first.replace()
-                until(lambda held=held: [ref() for ref in held] == [None] * 3)  # type: ignore[misc]
-        finally:
-            gc.enable()
 
 
 def test_files_that_change_are_taken_up_and_broken_ones_are_not(folder: Path, load: Any) -> None:
