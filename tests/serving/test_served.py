@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from servers import png, until
+from servers import SlowSlots, png, until
 
 import odevit_serve
 from odevit_serve import bundle
 from odevit_serve.errors import UserError
+from odevit_serve.runtime.model import BundleModel
 from odevit_serve.serving.engine import Engine
 from odevit_serve.serving.requests import Unavailable
 from odevit_serve.serving.served import NoModel, Served, signature
@@ -238,6 +239,19 @@ def test_closing_finishes_all_engines_and_says_whether_that_was_in_time(folder: 
     assert served.pending == 0
     with pytest.raises(Unavailable):
         served.submit(lambda engine: engine.submit(PICTURE))
+
+
+def test_closing_without_time_says_that_something_was_left(model: BundleModel) -> None:
+    core = SlowSlots(model.graphs, 1)
+    engine = Engine(model, core=core).start()
+    served = Served("it", str(model.path), load, engine)
+    core.gate.clear()
+    future = served.submit(lambda engine: engine.submit(PICTURE))
+    until(lambda: engine.active)
+    threading.Timer(0.2, core.gate.set).start()
+    assert served.close(0.0) is False
+    with pytest.raises(Unavailable):
+        future.result(10)
 
 
 def test_a_changed_file_changes_the_signature(folder: Path, tiny_files: dict[str, Path]) -> None:
